@@ -1,0 +1,2 @@
+//! Parse, dispatch, exit code; nothing else.
+fn main() {}
