@@ -1,1 +1,14 @@
+//! From messages to token ids and from token ids back to text.
+//!
+//! On the way in, [`ChatTemplate`] renders messages to a [`Prompt`] and [`Tokenizer`] turns it into
+//! ids. On the way out, [`Detokenizer`] turns ids into text as they arrive, [`StopStrings`] ends
+//! the text at a stop string, and [`ReasoningSplitter`] tells reasoning from answer.
+//! [`GenerationConfig`] holds what the checkpoint says about sampling and stopping.
 
+mod added_tokens;
+mod prompt;
+mod token_bytes;
+mod tokenizer;
+
+pub use prompt::Prompt;
+pub use tokenizer::Tokenizer;
