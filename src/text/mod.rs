@@ -7,8 +7,11 @@
 
 mod added_tokens;
 mod prompt;
+mod python_json;
+mod template;
 mod token_bytes;
 mod tokenizer;
 
 pub use prompt::Prompt;
+pub use template::{ChatTemplate, TemplateOptions};
 pub use tokenizer::Tokenizer;
