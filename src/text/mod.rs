@@ -6,12 +6,18 @@
 //! [`GenerationConfig`] holds what the checkpoint says about sampling and stopping.
 
 mod added_tokens;
+mod detokenize;
 mod prompt;
 mod python_json;
+mod reasoning;
+mod stop;
 mod template;
 mod token_bytes;
 mod tokenizer;
 
+pub use detokenize::Detokenizer;
 pub use prompt::Prompt;
+pub use reasoning::{ReasoningSplitter, SplitText};
+pub use stop::{Released, StopStrings};
 pub use template::{ChatTemplate, TemplateOptions};
 pub use tokenizer::Tokenizer;
