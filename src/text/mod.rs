@@ -7,6 +7,7 @@
 
 mod added_tokens;
 mod detokenize;
+mod generation;
 mod prompt;
 mod python_json;
 mod reasoning;
@@ -16,6 +17,7 @@ mod token_bytes;
 mod tokenizer;
 
 pub use detokenize::Detokenizer;
+pub use generation::GenerationConfig;
 pub use prompt::Prompt;
 pub use reasoning::{ReasoningSplitter, SplitText};
 pub use stop::{Released, StopStrings};
