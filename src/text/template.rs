@@ -16,6 +16,10 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
 }
 
+/// Instructions that one rendering may run: far more than a million-token chat needs, and a second
+/// or two of a template that would never end.
+const FUEL: u64 = 50_000_000;
+
 /// What a prompt depends on besides messages and tools.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TemplateOptions {
@@ -44,6 +48,7 @@ impl ChatTemplate {
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment
             .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_fuel(Some(FUEL));
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", raise_exception);
         environment.add_template_owned(file_name.to_owned(), source.to_owned()).map_err(faulty)?;

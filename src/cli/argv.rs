@@ -1,0 +1,74 @@
+//! What people type, in the form that argh reads: `-h`, `--version`, `--flag=value`, `-v`.
+
+/// Arguments for argh, and how often `-v` was given.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Normalised {
+    /// Without `-v`; `--flag=value` in two.
+    pub args: Vec<String>,
+    /// Number of `-v`.
+    pub verbosity: usize,
+}
+
+/// Rewrites `args` up to a `--`; what follows is text, whatever it looks like.
+pub fn normalise(args: Vec<String>) -> Normalised {
+    let mut normalised = Normalised { args: Vec::new(), verbosity: 0 };
+    let mut rest = args.into_iter();
+    while let Some(arg) = rest.next() {
+        match arg.as_str() {
+            "--" => {
+                normalised.args.push(arg);
+                normalised.args.extend(rest.by_ref());
+            }
+            "-h" => normalised.args.push("--help".into()),
+            "--version" | "-V" => normalised.args.push("version".into()),
+            "--verbose" => normalised.verbosity += 1,
+            short if is_verbose(short) => normalised.verbosity += short.len() - 1,
+            _ => match split_value(&arg) {
+                Some((flag, value)) => {
+                    normalised.args.push(flag.to_owned());
+                    normalised.args.push(value.to_owned());
+                }
+                None => normalised.args.push(arg),
+            },
+        }
+    }
+    normalised
+}
+
+/// `-v`, `-vv`, …
+fn is_verbose(arg: &str) -> bool {
+    arg.strip_prefix('-').is_some_and(|v| !v.is_empty() && v.chars().all(|c| c == 'v'))
+}
+
+/// `--flag=value`, where the flag is a name: a prompt may hold an `=`.
+fn split_value(arg: &str) -> Option<(&str, &str)> {
+    let (flag, value) = arg.split_once('=')?;
+    let name = flag.strip_prefix("--")?;
+    let is_name = name.chars().all(|c| c.is_ascii_lowercase() || c == '-') && !name.is_empty();
+    is_name.then_some((flag, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(words: &str) -> Normalised {
+        normalise(words.split(' ').map(str::to_owned).collect())
+    }
+
+    #[test]
+    fn usual_spellings_become_arghs() {
+        assert_eq!(args("bench -h").args, ["bench", "--help"]);
+        assert_eq!(args("--version").args, ["version"]);
+        assert_eq!(args("verify --tp=8 --json=-").args, ["verify", "--tp", "8", "--json", "-"]);
+        let verbose = args("-vv bench -v --verbose");
+        assert_eq!((verbose.args, verbose.verbosity), (vec!["bench".to_owned()], 4));
+    }
+
+    #[test]
+    fn text_is_left_alone() {
+        assert_eq!(args("generate x=1 --X=2").args, ["generate", "x=1", "--X=2"]);
+        assert_eq!(args("generate -- -v --a=b -h").args, ["generate", "--", "-v", "--a=b", "-h"]);
+        assert_eq!(args("-").args, ["-"]);
+    }
+}

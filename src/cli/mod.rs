@@ -1,0 +1,103 @@
+//! The command line: one file per subcommand. Nothing else in talon prints.
+
+mod argv;
+mod generate;
+mod model_options;
+mod progress;
+mod terminal;
+mod verify;
+mod version;
+
+use std::process::ExitCode;
+
+use argh::FromArgs;
+
+use crate::error::{Error, Kind};
+
+/// Run GLM-5 from NVFP4 weights: one file, nothing to install.
+#[derive(FromArgs)]
+#[argh(
+    example = "Ask the model that is inside this binary:\n  {command_name} generate \"What is 17 + 25?\"",
+    example = "Measure this box:\n  {command_name} bench",
+    example = "Audit a checkpoint before loading it:\n  {command_name} verify --model ./GLM-5.2-NVFP4 --tp 8",
+    note = "Options may be written --name value or --name=value. -v (or RUST_LOG) logs more.",
+    error_code(1, "failed while running"),
+    error_code(2, "bad arguments or bad input (checkpoint, prompt file)"),
+    error_code(130, "interrupted")
+)]
+struct Talon {
+    #[argh(subcommand)]
+    command: Command,
+}
+
+#[derive(FromArgs)]
+#[argh(subcommand)]
+enum Command {
+    Generate(generate::GenerateCommand),
+    Verify(verify::VerifyCommand),
+    Version(version::VersionCommand),
+}
+
+/// Runs the command that `args` (without the program's name) ask for; the result is the exit code
+/// of DESIGN §4.
+pub fn run(args: Vec<String>) -> ExitCode {
+    let normalised = argv::normalise(args);
+    start_log(normalised.verbosity);
+    // Ctrl-C ends at once: nothing here leaves a file half written that matters.
+    if let Err(error) = ctrlc::set_handler(|| std::process::exit(130)) {
+        log::warn!("Ctrl-C will not give exit code 130: {error}");
+    }
+    let args: Vec<&str> = normalised.args.iter().map(String::as_str).collect();
+    let talon = match Talon::from_args(&["talon"], &args) {
+        Ok(talon) => talon,
+        Err(exit) if exit.status.is_ok() => {
+            return match terminal::print(&exit.output) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => report(&error),
+            };
+        }
+        Err(exit) => return report(&Error::input(usage_error(&exit.output))),
+    };
+    let done = match talon.command {
+        Command::Generate(command) => command.run(),
+        Command::Verify(command) => return finish(command.run()),
+        Command::Version(command) => command.run(),
+    };
+    finish(done.map(|()| ExitCode::SUCCESS))
+}
+
+fn finish(done: Result<ExitCode, Error>) -> ExitCode {
+    done.unwrap_or_else(|error| report(&error))
+}
+
+fn report(error: &Error) -> ExitCode {
+    if error.kind() != Kind::BrokenPipe {
+        eprintln!("talon: {error}");
+    }
+    ExitCode::from(error.exit_code())
+}
+
+/// argh's message on bad usage, with the way to the help.
+fn usage_error(output: &str) -> String {
+    let first: Vec<&str> = output.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let help = "talon --help and talon COMMAND --help list what there is";
+    format!("{}; {help}", first.join(" ").trim_end_matches('.'))
+}
+
+/// Warnings by default, one line each without a time; `-v` and RUST_LOG show more.
+fn start_log(verbosity: usize) {
+    use std::io::Write;
+    let level = match verbosity {
+        0 => "warn",
+        1 => "talon=info,warn",
+        2 => "talon=debug,info",
+        _ => "trace",
+    };
+    let environment = env_logger::Env::default().default_filter_or(level);
+    env_logger::Builder::from_env(environment)
+        .format(|out, record| {
+            let level = record.level().as_str().to_lowercase();
+            writeln!(out, "talon: {level}: {}", record.args())
+        })
+        .init();
+}

@@ -1,0 +1,68 @@
+//! Options that all commands which load a model share: their checks and what they become.
+
+use crate::engine::{Engine, LoadOptions};
+use crate::error::{Error, Result};
+use crate::weights::Source;
+
+use super::progress::Progress;
+
+/// The values of the shared options, as each command's argh struct hands them over.
+pub struct ModelOptions<'a> {
+    pub model: &'a str,
+    pub backend: &'a str,
+    pub tp: usize,
+    pub context: Option<usize>,
+    pub prefill_chunk: usize,
+    pub latent_eps: Option<f32>,
+    pub ignore_index: bool,
+}
+
+impl ModelOptions<'_> {
+    /// Loads the model, with a progress bar on a terminal.
+    pub fn load(&self) -> Result<Engine> {
+        match self.backend {
+            "auto" | "cpu" => {}
+            "cuda" => {
+                return Err(Error::input(
+                    "--backend cuda: this build has no CUDA kernels; use --backend cpu",
+                ));
+            }
+            other => {
+                return Err(Error::input(format!("--backend {other}: expected auto, cuda or cpu")));
+            }
+        }
+        check_tp(self.tp)?;
+        if self.context == Some(0) {
+            return Err(Error::input("--context 0: expected at least 1 token"));
+        }
+        if self.prefill_chunk == 0 {
+            return Err(Error::input("--prefill-chunk 0: expected at least 1 row"));
+        }
+        if self.latent_eps.is_some_and(|eps| !eps.is_finite() || eps <= 0.0) {
+            return Err(Error::input("--latent-eps: expected a positive number, such as 1e-6"));
+        }
+        let options = LoadOptions {
+            tp: self.tp,
+            context: self.context,
+            prefill_chunk: self.prefill_chunk,
+            latent_eps: self.latent_eps,
+            ignore_index: self.ignore_index,
+            ..LoadOptions::default()
+        };
+        let progress = Progress::bytes("checking scales");
+        let engine = Engine::load(Source::from_name(self.model), &options, &|bytes, total| {
+            progress.of(total);
+            progress.add(bytes);
+        });
+        progress.finish();
+        engine
+    }
+}
+
+/// Rank counts that talon is built and tested for.
+pub fn check_tp(tp: usize) -> Result<()> {
+    match tp {
+        1 | 2 | 4 | 8 => Ok(()),
+        other => Err(Error::input(format!("--tp {other}: expected 1, 2, 4 or 8 ranks"))),
+    }
+}

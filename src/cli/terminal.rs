@@ -1,0 +1,57 @@
+//! Printing: results to stdout, everything else to stderr; a reader that goes away is no failure.
+
+use std::io::{IsTerminal, Write};
+
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+
+/// Prints to stdout as it stands, at once.
+pub fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::output)
+}
+
+/// Writes a report to `target`: a file, or stdout if it is `-`.
+pub fn write_json(target: &str, value: &Value) -> Result<()> {
+    let mut text = serde_json::to_string_pretty(value)
+        .map_err(|e| Error::runtime(format!("cannot write JSON: {e}")))?;
+    text.push('\n');
+    if target == "-" {
+        return print(&text);
+    }
+    std::fs::write(target, text)
+        .map_err(|e| Error::runtime(format!("{target}: cannot write: {e}; check the path")))
+}
+
+/// Dim text for a terminal; plain where colour is not wanted (NO_COLOR, TERM=dumb, a pipe).
+pub fn dim_stderr(text: &str) -> String {
+    let wanted = std::io::stderr().is_terminal()
+        && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+        && std::env::var("TERM").is_ok_and(|term| term != "dumb");
+    if wanted { format!("\x1b[2m{text}\x1b[0m") } else { text.to_owned() }
+}
+
+/// `12345678` as `12,345,678`.
+pub fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut grouped = String::with_capacity(digits.len() + digits.len() / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            grouped.push(',');
+        }
+        grouped.push(digit);
+    }
+    grouped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::thousands;
+
+    #[test]
+    fn digits_are_grouped_in_threes() {
+        let grouped = [0, 999, 1000, 464_795_267_072].map(thousands);
+        assert_eq!(grouped, ["0", "999", "1,000", "464,795,267,072"]);
+    }
+}

@@ -1,0 +1,259 @@
+//! `talon verify`: audits a checkpoint without loading it.
+
+use std::fmt::Write;
+use std::process::ExitCode;
+
+use argh::FromArgs;
+use serde_json::{Value, json};
+
+use super::model_options::check_tp;
+use super::progress::Progress;
+use super::terminal::{print, thousands, write_json};
+use crate::engine::Opened;
+use crate::error::{Error, Result};
+use crate::weights::{
+    HashList, Problem, Severity, Source, check_scales, compare_hashes, hash_files, scale_bytes,
+};
+
+/// Audit a checkpoint: index against shards, dtype and shape of every tensor, scales, MTP layer.
+///
+/// Reads headers only, in under a second for the full GLM-5.2. Exit code 2 if a load would be
+/// wrong or impossible; warnings leave it 0.
+#[derive(FromArgs)]
+#[argh(subcommand, name = "verify")]
+pub struct VerifyCommand {
+    /// checkpoint directory, or demo, the model in this binary (default: demo)
+    #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
+    model: String,
+
+    /// ranks to split the weights over, for the bytes of each: 1, 2, 4 or 8 (default: 8)
+    #[argh(option, default = "8", arg_name = "n")]
+    tp: usize,
+
+    /// go by the shards' own headers instead of model.safetensors.index.json
+    #[argh(switch)]
+    ignore_index: bool,
+
+    /// also read every scale and check that it is finite (loading always does)
+    #[argh(switch)]
+    scales: bool,
+
+    /// record size and SHA-256 of every file
+    #[argh(option, arg_name = "file")]
+    write_hashes: Option<String>,
+
+    /// compare every file with such a record
+    #[argh(option, arg_name = "file")]
+    check_hashes: Option<String>,
+
+    /// write the report as JSON (- is stdout, instead of the text)
+    #[argh(option, arg_name = "file")]
+    json: Option<String>,
+}
+
+/// Problems of one kind that the text report shows; the JSON has them all.
+const SHOWN_PER_KIND: usize = 5;
+
+impl VerifyCommand {
+    pub fn run(self) -> Result<ExitCode> {
+        check_tp(self.tp)?;
+        let source = Source::from_name(&self.model);
+        let Opened { config, quantization, checkpoint, manifest, audit } =
+            Opened::new(source.clone(), self.ignore_index)?;
+        let mut problems = audit.problems.clone();
+        problems.extend(side_problems(&source, &config.unhandled)?);
+        if let Err(error) = manifest.check_ranks(&config.geometry(), self.tp) {
+            // Only the split is impossible; the checkpoint may be sound.
+            problems.push(Problem {
+                kind: "tp",
+                severity: Severity::Warning,
+                file: source.display("config.json"),
+                tensor: None,
+                expected: format!("sizes that {} ranks can share", self.tp),
+                found: error.to_string(),
+                fix: "choose another --tp".into(),
+            });
+        }
+        let head = match source.eagle3_head() {
+            Some(head) => Some(head_summary(head, &mut problems)?),
+            None => None,
+        };
+        if self.scales {
+            let progress = Progress::bytes("reading scales");
+            progress.of(scale_bytes(&audit));
+            problems.extend(check_scales(&checkpoint, &audit, &|bytes| progress.add(bytes)));
+            progress.finish();
+        }
+        problems.extend(self.hashes(&source)?);
+        problems.sort_by_key(|problem| problem.severity);
+        let ok = !problems.iter().any(|problem| problem.severity == Severity::Error);
+
+        let bytes: usize = checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum();
+        let bytes_per_rank = audit.bytes_per_rank(&manifest, self.tp);
+        let report = json!({
+            "ok": ok,
+            "model": self.model,
+            "tensors": checkpoint.tensors.len(),
+            "bytes": bytes,
+            "shards": checkpoint.shards.len(),
+            "layout": audit.layout,
+            "quantization": quantization.as_ref().map(|q| json!({
+                "method": q.method, "algo": q.algo,
+            })),
+            "mtp": audit.mtp.word(),
+            "eagle3": head,
+            "tp": self.tp,
+            "bytes_per_rank": bytes_per_rank,
+            "problems": problems.iter().map(problem_json).collect::<Vec<Value>>(),
+        });
+        if let Some(target) = &self.json {
+            write_json(target, &report)?;
+        }
+        if self.json.as_deref() != Some("-") {
+            print(&text_report(&report, &problems))?;
+        }
+        Ok(ExitCode::from(if ok { 0 } else { 2 }))
+    }
+
+    /// `--write-hashes` and `--check-hashes`.
+    fn hashes(&self, source: &Source) -> Result<Vec<Problem>> {
+        let size = |names: &[String]| -> Result<u64> {
+            let mut bytes = 0;
+            for name in names {
+                bytes += source.open(name)?.map_or(0, |file| file.len() as u64);
+            }
+            Ok(bytes)
+        };
+        let progress = Progress::bytes("hashing");
+        if let Some(target) = &self.write_hashes {
+            let mut names = source.file_names()?;
+            // A record inside the checkpoint's folder does not record itself.
+            names.retain(|name| source.display(name) != *target);
+            progress.of(size(&names)?);
+            let list = hash_files(source, &names, &|bytes| progress.add(bytes))?;
+            let value = serde_json::to_value(list)
+                .map_err(|e| Error::runtime(format!("cannot write JSON: {e}")))?;
+            write_json(target, &value)?;
+        }
+        let problems = match &self.check_hashes {
+            None => Vec::new(),
+            Some(file) => {
+                let recorded = read_hashes(file)?;
+                let names: Vec<String> =
+                    recorded.files.iter().map(|file| file.name.clone()).collect();
+                progress.of(size(&names)?);
+                compare_hashes(source, &recorded, &|bytes| progress.add(bytes))?
+            }
+        };
+        progress.finish();
+        Ok(problems)
+    }
+}
+
+fn read_hashes(file: &str) -> Result<HashList> {
+    let text = std::fs::read(file)
+        .map_err(|e| Error::input(format!("{file}: cannot read: {e}; check --check-hashes")))?;
+    serde_json::from_slice(&text).map_err(|e| {
+        Error::input(format!("{file}: not a record of --write-hashes: {e}; write it again"))
+    })
+}
+
+/// Warnings about files beside the weights.
+fn side_problems(source: &Source, unhandled: &[String]) -> Result<Vec<Problem>> {
+    let warning = |kind, file: &str, expected: &str, found: String, fix: &str| Problem {
+        kind,
+        severity: Severity::Warning,
+        file: source.display(file),
+        tensor: None,
+        expected: expected.into(),
+        found,
+        fix: fix.into(),
+    };
+    let mut problems = Vec::new();
+    if source.open("tokenizer.json")?.is_none() {
+        problems.push(warning(
+            "no_tokenizer",
+            "tokenizer.json",
+            "a tokenizer",
+            "no such file".into(),
+            "without it prompts can only be given as token ids",
+        ));
+    }
+    if !unhandled.is_empty() {
+        problems.push(warning(
+            "unhandled_config",
+            "config.json",
+            "keys that talon knows",
+            unhandled.join(", "),
+            "they are not used; a newer talon may know them",
+        ));
+    }
+    Ok(problems)
+}
+
+/// Tensors and bytes of the EAGLE-3 head; faults of its files go to `problems`.
+fn head_summary(head: Source, problems: &mut Vec<Problem>) -> Result<Value> {
+    let head = crate::weights::Checkpoint::open(head, false)?;
+    problems.extend(head.problems.iter().cloned());
+    let bytes: usize = head.tensors.values().map(|tensor| tensor.range.len()).sum();
+    Ok(json!({ "tensors": head.tensors.len(), "bytes": bytes }))
+}
+
+fn problem_json(problem: &Problem) -> Value {
+    json!({
+        "kind": problem.kind,
+        "severity": match problem.severity {
+            Severity::Error => "error",
+            Severity::Warning => "warning",
+        },
+        "file": problem.file,
+        "tensor": problem.tensor,
+        "expected": problem.expected,
+        "found": problem.found,
+        "fix": problem.fix,
+    })
+}
+
+fn text_report(report: &Value, problems: &[Problem]) -> String {
+    let number = |key: &str| thousands(report[key].as_u64().unwrap_or(0));
+    let word = |key: &str| report[key].as_str().unwrap_or("-").to_owned();
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{name:<16}{value}");
+    };
+    line("model", word("model"));
+    line("tensors", format!("{} in {} shards", number("tensors"), number("shards")));
+    line("bytes", number("bytes"));
+    line("per rank", format!("{} at --tp {}", number("bytes_per_rank"), report["tp"]));
+    line("layout", word("layout"));
+    line("MTP layer", word("mtp"));
+    if let Some(head) = report["eagle3"].as_object() {
+        let bytes = thousands(head["bytes"].as_u64().unwrap_or(0));
+        line("EAGLE-3 head", format!("{} tensors, {bytes} bytes", head["tensors"]));
+    }
+    let mut shown: Vec<(&str, usize)> = Vec::new();
+    for problem in problems {
+        let count = match shown.iter_mut().find(|(kind, _)| *kind == problem.kind) {
+            Some((_, count)) => count,
+            None => {
+                shown.push((problem.kind, 0));
+                &mut shown.last_mut().expect("just pushed").1
+            }
+        };
+        *count += 1;
+        if *count <= SHOWN_PER_KIND {
+            let word = match problem.severity {
+                Severity::Error => "ERROR",
+                Severity::Warning => "warning",
+            };
+            line(word, problem.line());
+        }
+    }
+    for (kind, count) in shown.iter().filter(|(_, count)| *count > SHOWN_PER_KIND) {
+        line("", format!("and {} more of {kind}; --json lists all", count - SHOWN_PER_KIND));
+    }
+    let ok = report["ok"].as_bool() == Some(true);
+    line("verdict", if ok { "ok" } else { "NOT usable as it is" }.into());
+    text
+}

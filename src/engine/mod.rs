@@ -1,0 +1,215 @@
+//! The narrow door to the model: an [`Engine`] is a loaded checkpoint, a [`Session`] one timeline
+//! in it. The command line, the benchmark and the server see only this.
+
+mod generate;
+mod memory;
+mod output;
+mod sampler;
+mod session;
+mod text_model;
+
+pub use generate::{Finish, Flow, Generation, Request};
+pub use output::OutputText;
+pub use sampler::Sampling;
+pub use session::Session;
+pub use text_model::TextModel;
+
+use std::sync::Arc;
+
+use log::{info, warn};
+
+use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
+use crate::error::{Error, Result};
+use crate::model::{ModelConfig, Quantization, Weights};
+use crate::weights::{
+    Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes,
+};
+
+/// Settings of a load.
+#[derive(Debug, Clone)]
+pub struct LoadOptions {
+    /// Number of ranks.
+    pub tp: usize,
+    /// Tokens that a sequence may have; default: the model's maximum, at most 8192.
+    pub context: Option<usize>,
+    /// Sequences that may exist at a time.
+    pub parallel: usize,
+    /// Rows of a prefill step.
+    pub prefill_chunk: usize,
+    /// Epsilon of the latent norms; default: `rms_norm_eps`.
+    pub latent_eps: Option<f32>,
+    /// Go by the shards' headers, not by the index.
+    pub ignore_index: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            tp: 1,
+            context: None,
+            parallel: 1,
+            prefill_chunk: 64,
+            latent_eps: None,
+            ignore_index: false,
+        }
+    }
+}
+
+/// Contexts beyond this must be asked for.
+const DEFAULT_CONTEXT: usize = 8192;
+
+/// A loaded model.
+pub struct Engine {
+    config: Arc<ModelConfig>,
+    text: Option<Arc<TextModel>>,
+    layout: String,
+    ranks: CpuRanks,
+    slots: session::Slots,
+    limits: Limits,
+}
+
+/// What the engine was sized for.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Tokens of a sequence.
+    pub context: usize,
+    /// Sequences at a time.
+    pub parallel: usize,
+    /// Rows of a prefill step.
+    pub prefill_chunk: usize,
+    /// Number of ranks.
+    pub tp: usize,
+    /// Ids from here on are padding rows of the head and never sampled.
+    pub vocab_limit: usize,
+}
+
+/// A checkpoint's config, shards and audit, before anything is loaded.
+pub struct Opened {
+    /// The configuration.
+    pub config: ModelConfig,
+    /// The quantisation that it claims.
+    pub quantization: Option<Quantization>,
+    /// The shards.
+    pub checkpoint: Checkpoint,
+    /// The family's manifest.
+    pub manifest: Manifest,
+    /// What is there and what is wrong.
+    pub audit: Audit,
+}
+
+impl Opened {
+    /// Reads config and headers of `source`.
+    ///
+    /// # Errors
+    /// Input error if config.json is missing or wrong, or there are no shards. Faults of shards and
+    /// tensors are in [`Opened::audit`].
+    pub fn new(source: Source, ignore_index: bool) -> Result<Self> {
+        let config_name = source.display("config.json");
+        let config_json = source.require("config.json")?;
+        let config = ModelConfig::from_json(&config_name, &config_json)?;
+        let quant_name = source.display("hf_quant_config.json");
+        let quant_json = source.open("hf_quant_config.json")?;
+        let quantization = Quantization::from_json(
+            (&config_name, &config_json),
+            quant_json.as_deref().map(|json| (quant_name.as_str(), json)),
+        )?;
+        let checkpoint = Checkpoint::open(source, ignore_index)?;
+        let manifest = Manifest::glm5()?;
+        let audit = audit(&checkpoint, &manifest, &config.geometry())?;
+        Ok(Self { config, quantization, checkpoint, manifest, audit })
+    }
+}
+
+impl Engine {
+    /// Loads a model. `progress` is called with (bytes of scales checked since the last call, all
+    /// such bytes), from several threads.
+    ///
+    /// # Errors
+    /// Input error that names what is wrong with the checkpoint or does not fit.
+    pub fn load(
+        source: Source,
+        options: &LoadOptions,
+        progress: &(dyn Fn(u64, u64) + Sync),
+    ) -> Result<Self> {
+        let Opened { mut config, checkpoint, manifest, audit, .. } =
+            Opened::new(source, options.ignore_index)?;
+        audit.refuse_errors()?;
+        for warning in audit.problems.iter().filter(|p| p.severity == Severity::Warning) {
+            warn!("{}", warning.line());
+        }
+        if !config.unhandled.is_empty() {
+            warn!(
+                "{}: keys that talon does not know: {}",
+                checkpoint.source.display("config.json"),
+                config.unhandled.join(", ")
+            );
+        }
+        manifest.check_ranks(&config.geometry(), options.tp)?;
+
+        let total = scale_bytes(&audit);
+        let bad = check_scales(&checkpoint, &audit, &|bytes| progress(bytes, total));
+        if let Some(first) = bad.first() {
+            return Err(Error::input(first.line()));
+        }
+
+        config.latent_norm_eps = options.latent_eps.unwrap_or(config.latent_norm_eps);
+        let text = TextModel::open(&checkpoint.source, &config.eos_token_id)?.map(Arc::new);
+        let vocabulary =
+            text.as_ref().map_or(config.vocab_size, |text| text.tokenizer().vocab_len());
+        let limits = Limits {
+            context: options.context.unwrap_or(config.max_position_embeddings.min(DEFAULT_CONTEXT)),
+            parallel: options.parallel,
+            prefill_chunk: options.prefill_chunk.max(1),
+            tp: options.tp,
+            vocab_limit: vocabulary.min(config.vocab_size),
+        };
+        let cpu = CpuOptions {
+            tp: limits.tp,
+            context: limits.context,
+            parallel: limits.parallel,
+            vocab_limit: limits.vocab_limit,
+        };
+        memory::check_fits(cache_bytes(&config, &cpu), &limits)?;
+
+        let layout = audit.layout.clone();
+        let weights = Weights::new(checkpoint, manifest, audit)?;
+        let config = Arc::new(config);
+        let ranks = CpuRanks::start(&config, &weights, cpu)?;
+        info!("{layout}; {} ranks, context {}", limits.tp, limits.context);
+        let slots = session::Slots::new(limits.parallel);
+        Ok(Self { config, text, layout, ranks, slots, limits })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// What the engine was sized for.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Formats of the weights by kind of module.
+    pub fn layout(&self) -> &str {
+        &self.layout
+    }
+
+    /// As [`Engine::text`], where a checkpoint without a tokenizer will do.
+    pub fn text_if_any(&self) -> Option<Arc<TextModel>> {
+        self.text.clone()
+    }
+
+    /// Tokenizer, chat template and generation defaults.
+    ///
+    /// # Errors
+    /// Input error if the checkpoint came without a tokenizer.
+    pub fn text(&self) -> Result<Arc<TextModel>> {
+        self.text.clone().ok_or_else(|| {
+            Error::input(
+                "the checkpoint has no tokenizer.json; give the prompt as ids with --tokens, or \
+                 fetch the tokenizer",
+            )
+        })
+    }
+}

@@ -1,0 +1,195 @@
+//! The named tensors of a model, as one rank sees them: whole where ranks hold copies, its share
+//! where the manifest says that ranks share. Shapes are `[out, in]`; R = number of ranks.
+
+use std::collections::HashMap;
+
+use super::config::ModelConfig;
+use crate::error::{Error, Result};
+use crate::weights::{Audit, Checkpoint, Manifest, Matrix, Resolved, Slice};
+
+/// A checkpoint that passed its audit.
+pub struct Weights {
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    modules: HashMap<String, Resolved>,
+}
+
+/// All tensors of the model.
+pub struct ModelParams {
+    /// `[vocab_size, hidden_size]`
+    pub embed_tokens: Matrix,
+    /// The main layers; the MTP layer is not among them.
+    pub layers: Vec<LayerParams>,
+    /// `[hidden_size]`
+    pub norm: Vec<f32>,
+    /// `[vocab_size / R, hidden_size]`
+    pub lm_head: Matrix,
+}
+
+/// One decoder layer.
+pub struct LayerParams {
+    /// `[hidden_size]`
+    pub input_layernorm: Vec<f32>,
+    /// The attention block.
+    pub attention: AttentionParams,
+    /// The indexer, in layers that own one.
+    pub indexer: Option<IndexerParams>,
+    /// `[hidden_size]`
+    pub post_attention_layernorm: Vec<f32>,
+    /// The feed-forward block.
+    pub mlp: MlpParams,
+}
+
+/// Multi-head latent attention.
+pub struct AttentionParams {
+    /// `[q_lora_rank, hidden_size]`
+    pub q_a_proj: Matrix,
+    /// `[q_lora_rank]`
+    pub q_a_layernorm: Vec<f32>,
+    /// `[heads / R × (qk_nope_head_dim + qk_rope_head_dim), q_lora_rank]`
+    pub q_b_proj: Matrix,
+    /// `[kv_lora_rank + qk_rope_head_dim, hidden_size]`
+    pub kv_a_proj_with_mqa: Matrix,
+    /// `[kv_lora_rank]`
+    pub kv_a_layernorm: Vec<f32>,
+    /// `[heads / R × (qk_nope_head_dim + v_head_dim), kv_lora_rank]`
+    pub kv_b_proj: Matrix,
+    /// `[hidden_size, heads / R × v_head_dim]`
+    pub o_proj: Matrix,
+}
+
+/// The lightning indexer.
+pub struct IndexerParams {
+    /// `[index_n_heads × index_head_dim, q_lora_rank]`
+    pub wq_b: Matrix,
+    /// `[index_head_dim, hidden_size]`
+    pub wk: Matrix,
+    /// `[index_head_dim]`
+    pub k_norm_weight: Vec<f32>,
+    /// `[index_head_dim]`
+    pub k_norm_bias: Vec<f32>,
+    /// `[index_n_heads, hidden_size]`
+    pub weights_proj: Matrix,
+}
+
+/// The feed-forward block of a layer.
+pub enum MlpParams {
+    /// A SwiGLU MLP.
+    Dense(DenseParams),
+    /// Routed experts and a shared one.
+    Moe(MoeParams),
+}
+
+/// A SwiGLU MLP: `[intermediate / R, hidden]`, `[intermediate / R, hidden]`,
+/// `[hidden, intermediate / R]`.
+#[allow(missing_docs)] // The fields carry the tensors' own names.
+pub struct DenseParams {
+    pub gate_proj: Matrix,
+    pub up_proj: Matrix,
+    pub down_proj: Matrix,
+}
+
+/// One routed expert is a SwiGLU MLP of `moe_intermediate_size`.
+pub type ExpertParams = DenseParams;
+
+/// Routed experts.
+pub struct MoeParams {
+    /// `[n_routed_experts, hidden_size]`
+    pub gate: Matrix,
+    /// `[n_routed_experts]`, always f32 on disk: its values near 7 do not survive bf16.
+    pub e_score_correction_bias: Vec<f32>,
+    /// The experts, every one of them cut to this rank's rows.
+    pub experts: Vec<ExpertParams>,
+    /// The shared expert.
+    pub shared_experts: DenseParams,
+}
+
+impl Weights {
+    /// Takes a checkpoint whose audit found no error.
+    ///
+    /// # Errors
+    /// Input error that names the first error of the audit.
+    pub fn new(checkpoint: Checkpoint, manifest: Manifest, audit: Audit) -> Result<Self> {
+        audit.refuse_errors()?;
+        Ok(Self { checkpoint, manifest, modules: audit.modules })
+    }
+
+    fn matrix(&self, name: &str, rank: Slice) -> Result<Matrix> {
+        let resolved = self.modules.get(name).ok_or_else(|| {
+            Error::input(format!(
+                "{}: tensor {name} is missing; talon verify lists what else is",
+                self.checkpoint.source.display("")
+            ))
+        })?;
+        Matrix::new(&self.checkpoint, &self.manifest, resolved, rank)
+    }
+
+    fn vector(&self, name: &str, rank: Slice) -> Result<Vec<f32>> {
+        Ok(self.matrix(name, rank)?.to_vec())
+    }
+
+    /// The tensors of a rank.
+    ///
+    /// # Errors
+    /// Input error if the number of ranks cannot share the model.
+    pub fn params(&self, config: &ModelConfig, rank: Slice) -> Result<ModelParams> {
+        self.manifest.check_ranks(&config.geometry(), rank.of)?;
+        let layers = (0..config.num_hidden_layers)
+            .map(|layer| self.layer(config, layer, rank))
+            .collect::<Result<Vec<LayerParams>>>()?;
+        Ok(ModelParams {
+            embed_tokens: self.matrix("model.embed_tokens.weight", rank)?,
+            layers,
+            norm: self.vector("model.norm.weight", rank)?,
+            lm_head: self.matrix("lm_head.weight", rank)?,
+        })
+    }
+
+    fn layer(&self, config: &ModelConfig, layer: usize, rank: Slice) -> Result<LayerParams> {
+        let shape = config.layers[layer];
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        let matrix = |part: &str| self.matrix(&name(part), rank);
+        let vector = |part: &str| self.vector(&name(part), rank);
+        let swiglu = |block: &str| -> Result<DenseParams> {
+            Ok(DenseParams {
+                gate_proj: matrix(&format!("{block}.gate_proj.weight"))?,
+                up_proj: matrix(&format!("{block}.up_proj.weight"))?,
+                down_proj: matrix(&format!("{block}.down_proj.weight"))?,
+            })
+        };
+        let indexer = || -> Result<IndexerParams> {
+            Ok(IndexerParams {
+                wq_b: matrix("self_attn.indexer.wq_b.weight")?,
+                wk: matrix("self_attn.indexer.wk.weight")?,
+                k_norm_weight: vector("self_attn.indexer.k_norm.weight")?,
+                k_norm_bias: vector("self_attn.indexer.k_norm.bias")?,
+                weights_proj: matrix("self_attn.indexer.weights_proj.weight")?,
+            })
+        };
+        let moe = || -> Result<MoeParams> {
+            Ok(MoeParams {
+                gate: matrix("mlp.gate.weight")?,
+                e_score_correction_bias: vector("mlp.gate.e_score_correction_bias")?,
+                experts: (0..config.n_routed_experts)
+                    .map(|expert| swiglu(&format!("mlp.experts.{expert}")))
+                    .collect::<Result<Vec<ExpertParams>>>()?,
+                shared_experts: swiglu("mlp.shared_experts")?,
+            })
+        };
+        Ok(LayerParams {
+            input_layernorm: vector("input_layernorm.weight")?,
+            attention: AttentionParams {
+                q_a_proj: matrix("self_attn.q_a_proj.weight")?,
+                q_a_layernorm: vector("self_attn.q_a_layernorm.weight")?,
+                q_b_proj: matrix("self_attn.q_b_proj.weight")?,
+                kv_a_proj_with_mqa: matrix("self_attn.kv_a_proj_with_mqa.weight")?,
+                kv_a_layernorm: vector("self_attn.kv_a_layernorm.weight")?,
+                kv_b_proj: matrix("self_attn.kv_b_proj.weight")?,
+                o_proj: matrix("self_attn.o_proj.weight")?,
+            },
+            indexer: shape.indexer.then(indexer).transpose()?,
+            post_attention_layernorm: vector("post_attention_layernorm.weight")?,
+            mlp: if shape.moe { MlpParams::Moe(moe()?) } else { MlpParams::Dense(swiglu("mlp")?) },
+        })
+    }
+}

@@ -1,0 +1,250 @@
+//! Number formats of stored matrices, decoded to f32.
+//!
+//! NVFP4 (facts/glm5.md §2.3): w[o, i] = E2M1[code] · float(weight_scale[o, i / 16]) ·
+//! weight_scale_2, two codes a byte with the even column in the low nibble. FP8 blocks (§2.2):
+//! w[o, i] = e4m3 · scale_inv[o / 128, i / 128].
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::audit::Resolved;
+use super::checkpoint::Checkpoint;
+use super::manifest::{Axis, Manifest, Role};
+use super::mmap::Bytes;
+use crate::error::{Error, Result};
+
+/// Values of the 4-bit codes 0..=7; bit 3 is the sign.
+const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
+/// Columns that share a block scale in NVFP4.
+const NVFP4_BLOCK: usize = 16;
+/// Rows and columns that share a block scale in FP8.
+const FP8_BLOCK: usize = 128;
+
+/// A part of a matrix along one axis: the share of rank `index` of `of`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slice {
+    /// The rank.
+    pub index: usize,
+    /// The number of ranks.
+    pub of: usize,
+}
+
+/// A `[rows, columns]` matrix in its stored format, or a rank's share of it. Cheap to clone.
+#[derive(Clone)]
+pub struct Matrix {
+    rows: Range<usize>,
+    columns: Range<usize>,
+    /// Width of the stored matrix.
+    stride: usize,
+    values: Values,
+}
+
+#[derive(Clone)]
+enum Values {
+    F32(Bytes),
+    Bf16(Bytes),
+    Nvfp4 { codes: Bytes, block_scales: Bytes, global_scale: f32 },
+    Fp8Block { codes: Bytes, block_scales: Bytes },
+}
+
+/// Both values of every NVFP4 byte.
+static E2M1_PAIRS: [[f32; 2]; 256] = e2m1_pairs();
+/// Value of every E4M3 byte (1-4-3, bias 7, no infinities; 0x7F and 0xFF are NaN).
+static E4M3: [f32; 256] = e4m3_values();
+
+impl Matrix {
+    /// The matrix of a resolved module, cut to a rank's share by the manifest's rule.
+    ///
+    /// # Errors
+    /// Input error if the parts do not make a matrix, or the cut would split a block of scales.
+    pub fn new(
+        checkpoint: &Checkpoint,
+        manifest: &Manifest,
+        resolved: &Resolved,
+        rank: Slice,
+    ) -> Result<Self> {
+        let name = &resolved.module.name;
+        let (rows, columns) = match resolved.module.shape[..] {
+            [rows, columns] => (rows, columns),
+            // A vector is a matrix of one row.
+            [columns] => (1, columns),
+            _ => return Err(Error::input(format!("tensor {name}: not a matrix"))),
+        };
+        let part = |role: Role| resolved.parts.iter().find(|(found, _)| *found == role);
+        let bytes = |role: Role| {
+            part(role).map(|(_, tensor)| checkpoint.bytes(tensor)).ok_or_else(|| {
+                Error::input(format!("tensor {name}: its {role:?} are missing from the checkpoint"))
+            })
+        };
+        let format = manifest.formats[resolved.format].name.as_str();
+        let values = match format {
+            "bf16" => Values::Bf16(bytes(Role::Values)?),
+            "f32" => Values::F32(bytes(Role::Values)?),
+            "nvfp4" => Values::Nvfp4 {
+                codes: bytes(Role::Values)?,
+                block_scales: bytes(Role::BlockScales)?,
+                global_scale: read_f32(&bytes(Role::GlobalScale)?, 0),
+            },
+            "nvfp4-packed" => Values::Nvfp4 {
+                codes: bytes(Role::Values)?,
+                block_scales: bytes(Role::BlockScales)?,
+                global_scale: 1.0 / read_f32(&bytes(Role::GlobalScaleReciprocal)?, 0),
+            },
+            "fp8-block" => Values::Fp8Block {
+                codes: bytes(Role::Values)?,
+                block_scales: bytes(Role::BlockScales)?,
+            },
+            other => {
+                return Err(Error::input(format!("tensor {name}: no decoder for format {other}")));
+            }
+        };
+        let matrix = Self { rows: 0..rows, columns: 0..columns, stride: columns, values };
+        match manifest.entries[resolved.module.entry].slice.as_ref().map(|rule| rule.axis) {
+            None => Ok(matrix),
+            Some(axis) => matrix.cut(axis, rank, name),
+        }
+    }
+
+    fn cut(mut self, axis: Axis, rank: Slice, name: &str) -> Result<Self> {
+        let whole = if axis == Axis::Rows { self.rows.len() } else { self.columns.len() };
+        let share = whole / rank.of;
+        let range = rank.index * share..(rank.index + 1) * share;
+        let block = match (&self.values, axis) {
+            (Values::Nvfp4 { .. }, Axis::Columns) => NVFP4_BLOCK,
+            _ => 1,
+        };
+        if !share.is_multiple_of(block) {
+            return Err(Error::input(format!(
+                "tensor {name}: {whole} columns over {} ranks split a block of {block} that \
+                 shares a scale; use a smaller --tp",
+                rank.of
+            )));
+        }
+        match axis {
+            Axis::Rows => self.rows = range,
+            Axis::Columns => self.columns = range,
+        }
+        Ok(self)
+    }
+
+    /// Output dimension.
+    pub fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Input dimension.
+    pub fn columns(&self) -> usize {
+        self.columns.len()
+    }
+
+    /// Rows `range` of this matrix as a matrix.
+    pub fn row_range(&self, range: Range<usize>) -> Self {
+        let start = self.rows.start;
+        Self { rows: start + range.start..start + range.end, ..self.clone() }
+    }
+
+    /// Decodes columns `columns` of `row` into `out`, whose length is that of `columns`.
+    ///
+    /// `columns.start` is a multiple of 16.
+    pub fn decode(&self, row: usize, columns: Range<usize>, out: &mut [f32]) {
+        let row = self.rows.start + row;
+        let first = self.columns.start + columns.start;
+        let at = row * self.stride + first;
+        let count = columns.len();
+        match &self.values {
+            Values::F32(bytes) => {
+                let (chunks, _) = bytes[at * 4..(at + count) * 4].as_chunks::<4>();
+                for (out, chunk) in out.iter_mut().zip(chunks) {
+                    *out = f32::from_le_bytes(*chunk);
+                }
+            }
+            Values::Bf16(bytes) => {
+                let (chunks, _) = bytes[at * 2..(at + count) * 2].as_chunks::<2>();
+                for (out, chunk) in out.iter_mut().zip(chunks) {
+                    *out = bf16::from_le_bytes(*chunk).to_f32();
+                }
+            }
+            Values::Nvfp4 { codes, block_scales, global_scale } => {
+                let codes = &codes[at / 2..(at + count) / 2];
+                let scales = &block_scales[at / NVFP4_BLOCK..(at + count) / NVFP4_BLOCK];
+                let (code_blocks, _) = codes.as_chunks::<{ NVFP4_BLOCK / 2 }>();
+                let (out_blocks, _) = out.as_chunks_mut::<NVFP4_BLOCK>();
+                for ((codes, out), scale) in code_blocks.iter().zip(out_blocks).zip(scales) {
+                    let scale = E4M3[usize::from(*scale)] * global_scale;
+                    let (pairs, _) = out.as_chunks_mut::<2>();
+                    for (code, pair) in codes.iter().zip(pairs) {
+                        let [low, high] = E2M1_PAIRS[usize::from(*code)];
+                        *pair = [low * scale, high * scale];
+                    }
+                }
+            }
+            Values::Fp8Block { codes, block_scales } => {
+                let scale_row = row / FP8_BLOCK * self.stride.div_ceil(FP8_BLOCK);
+                let codes = &codes[at..at + count];
+                for (offset, (out, code)) in out.iter_mut().zip(codes).enumerate() {
+                    let scale = read_f32(block_scales, scale_row + (first + offset) / FP8_BLOCK);
+                    *out = E4M3[usize::from(*code)] * scale;
+                }
+            }
+        }
+    }
+
+    /// All values, row by row.
+    pub fn to_vec(&self) -> Vec<f32> {
+        let columns = self.columns();
+        let mut values = vec![0.0; self.rows() * columns];
+        for (row, out) in values.chunks_exact_mut(columns.max(1)).enumerate() {
+            self.decode(row, 0..columns, out);
+        }
+        values
+    }
+}
+
+/// The value of an E4M3 byte.
+pub fn decode_e4m3(code: u8) -> f32 {
+    E4M3[usize::from(code)]
+}
+
+fn read_f32(bytes: &[u8], index: usize) -> f32 {
+    bytes
+        .get(index * 4..)
+        .and_then(|rest| rest.first_chunk::<4>())
+        .map_or(f32::NAN, |chunk| f32::from_le_bytes(*chunk))
+}
+
+const fn e2m1_pairs() -> [[f32; 2]; 256] {
+    let mut pairs = [[0.0; 2]; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        pairs[byte] = [e2m1(byte & 15), e2m1(byte >> 4)];
+        byte += 1;
+    }
+    pairs
+}
+
+const fn e2m1(code: usize) -> f32 {
+    if code & 8 == 0 { E2M1[code & 7] } else { -E2M1[code & 7] }
+}
+
+const fn e4m3_values() -> [f32; 256] {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        let exponent = (code >> 3) & 15;
+        let mantissa = code & 7;
+        let magnitude = if exponent == 15 && mantissa == 7 {
+            f32::NAN
+        } else if exponent == 0 {
+            // Subnormal: steps of 2^-9.
+            mantissa as f32 / 512.0
+        } else {
+            // 2^(exponent - 7) by its bits: the f32 exponent has bias 127.
+            (1.0 + mantissa as f32 / 8.0) * f32::from_bits((exponent as u32 + 120) << 23)
+        };
+        values[code] = if code & 128 == 0 { magnitude } else { -magnitude };
+        code += 1;
+    }
+    values
+}

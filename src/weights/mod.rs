@@ -1,0 +1,27 @@
+//! Checkpoints: memory-mapped safetensors shards, the number formats in them, the manifest that
+//! says which tensors a model family has, and the audit of a checkpoint against it.
+//!
+//! In: a directory or the embedded demo. Out: [`Resolved`] modules (a format and the bytes of its
+//! parts) that `model::params` slices for a rank. Nothing here reads a shard into memory.
+
+mod audit;
+mod checkpoint;
+mod demo;
+mod formats;
+mod hashes;
+mod header;
+mod manifest;
+mod mmap;
+mod scales;
+mod source;
+
+pub use audit::{Audit, MtpState, Problem, Resolved, Severity, audit};
+pub use checkpoint::{Checkpoint, TensorRef};
+pub use demo::{demo, demo_eagle3};
+pub use formats::{Matrix, Slice, decode_e4m3};
+pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
+pub use header::{ShardHeader, read_header};
+pub use manifest::{Entry, Format, Geometry, LayerShape, Manifest, Module, PartShape, Role};
+pub use mmap::Bytes;
+pub use scales::{check_scales, scale_bytes};
+pub use source::{EmbeddedFile, Source};

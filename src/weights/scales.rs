@@ -1,0 +1,87 @@
+//! Reads every scale of a checkpoint and checks that it is a finite number.
+//!
+//! One NaN scale turns a whole block of weights into NaN and every answer into noise, so loading
+//! does this too.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use safetensors::Dtype;
+
+use super::audit::{Audit, Problem, Resolved, Severity};
+use super::checkpoint::{Checkpoint, TensorRef};
+use super::formats::decode_e4m3;
+use super::manifest::Role;
+
+/// Problems with the scales of all modules in `audit`, sorted by tensor. `progress` is called with
+/// the bytes read since its last call, from several threads.
+pub fn check_scales(
+    checkpoint: &Checkpoint,
+    audit: &Audit,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Vec<Problem> {
+    let quantised: Vec<&Resolved> =
+        audit.modules.values().filter(|module| module.parts.len() > 1).collect();
+    let next = AtomicUsize::new(0);
+    let problems = Mutex::new(Vec::new());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(module) = quantised.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    for (role, tensor) in module.parts.iter().filter(|(r, _)| *r != Role::Values) {
+                        if let Some(problem) = check(checkpoint, module, *role, tensor) {
+                            problems.lock().unwrap_or_else(PoisonError::into_inner).push(problem);
+                        }
+                        progress(tensor.range.len() as u64);
+                    }
+                }
+            });
+        }
+    });
+    let mut problems = problems.into_inner().unwrap_or_else(PoisonError::into_inner);
+    problems.sort_by(|a: &Problem, b| a.tensor.cmp(&b.tensor));
+    problems
+}
+
+/// Bytes that [`check_scales`] reads.
+pub fn scale_bytes(audit: &Audit) -> u64 {
+    let parts = audit.modules.values().filter(|m| m.parts.len() > 1).flat_map(|m| &m.parts);
+    parts.filter(|(role, _)| *role != Role::Values).map(|(_, t)| t.range.len() as u64).sum()
+}
+
+fn check(
+    checkpoint: &Checkpoint,
+    module: &Resolved,
+    role: Role,
+    tensor: &TensorRef,
+) -> Option<Problem> {
+    let bytes = checkpoint.bytes(tensor);
+    let (index, value) = match tensor.dtype {
+        Dtype::F8_E4M3 => {
+            let index = bytes.iter().position(|code| decode_e4m3(*code).is_nan())?;
+            (index, f32::NAN)
+        }
+        Dtype::F32 => {
+            let (values, _) = bytes.as_chunks::<4>();
+            let mut values = values.iter().map(|value| f32::from_le_bytes(*value));
+            let usable = |value: f32| {
+                // A reciprocal of zero would be infinite.
+                value.is_finite() && (role != Role::GlobalScaleReciprocal || value != 0.0)
+            };
+            values.by_ref().enumerate().find(|(_, value)| !usable(*value))?
+        }
+        _ => return None,
+    };
+    // The scales' tensor names are the module's with the format's suffix; its shard is enough to
+    // find it, the module's name says what is damaged.
+    Some(Problem {
+        kind: "bad_scale",
+        severity: Severity::Error,
+        file: checkpoint.file_of(tensor),
+        tensor: Some(checkpoint.name_of(tensor).unwrap_or(&module.module.name).to_owned()),
+        expected: "finite scales".into(),
+        found: format!("{value} at element {index}"),
+        fix: "fetch the shard again and compare it with --check-hashes".into(),
+    })
+}

@@ -1,0 +1,115 @@
+//! Where a checkpoint's files come from: a directory, or the demo model inside the binary.
+
+use std::path::PathBuf;
+
+use super::demo::{demo, demo_eagle3};
+use super::mmap::Bytes;
+use crate::error::{Error, Result};
+
+/// A file that is part of the binary.
+#[derive(Debug, Clone, Copy)]
+pub struct EmbeddedFile {
+    /// Name relative to the checkpoint's root.
+    pub name: &'static str,
+    /// The whole content.
+    pub bytes: &'static [u8],
+}
+
+/// A read-only collection of named files.
+#[derive(Debug, Clone)]
+pub enum Source {
+    /// A checkpoint directory.
+    Directory(PathBuf),
+    /// Files inside the binary, and the name to show for them.
+    Embedded(&'static str, &'static [EmbeddedFile]),
+}
+
+impl Source {
+    /// The source that `--model` names: `demo`, or a directory.
+    pub fn from_name(model: &str) -> Self {
+        match model {
+            "demo" => demo(),
+            path => Source::Directory(PathBuf::from(path)),
+        }
+    }
+
+    /// The EAGLE-3 head that came with this checkpoint: its sub-folder `eagle3`.
+    pub fn eagle3_head(&self) -> Option<Self> {
+        match self {
+            Source::Embedded(..) => Some(demo_eagle3()),
+            Source::Directory(directory) => {
+                let head = directory.join("eagle3");
+                head.is_dir().then_some(Source::Directory(head))
+            }
+        }
+    }
+
+    /// How messages name `file`: its path, or `demo/config.json`.
+    pub fn display(&self, file: &str) -> String {
+        match self {
+            Source::Directory(directory) => directory.join(file).display().to_string(),
+            Source::Embedded(name, _) => format!("{name}/{file}"),
+        }
+    }
+
+    /// The bytes of `file`, or `None` if there is no such file.
+    ///
+    /// # Errors
+    /// Input error if it exists and cannot be mapped.
+    pub fn open(&self, file: &str) -> Result<Option<Bytes>> {
+        match self {
+            Source::Directory(directory) => {
+                let path = directory.join(file);
+                if path.exists() { Bytes::map(&path).map(Some) } else { Ok(None) }
+            }
+            Source::Embedded(_, files) => {
+                let found = files.iter().find(|embedded| embedded.name == file);
+                Ok(found.map(|embedded| Bytes::embedded(embedded.bytes)))
+            }
+        }
+    }
+
+    /// As [`Source::open`], for a file that must be there.
+    ///
+    /// # Errors
+    /// Input error if it is missing or cannot be mapped.
+    pub fn require(&self, file: &str) -> Result<Bytes> {
+        self.open(file)?.ok_or_else(|| {
+            Error::input(format!(
+                "{}: not found; a checkpoint directory must hold it, so check --model and the \
+                 download",
+                self.display(file)
+            ))
+        })
+    }
+
+    /// Names of the regular files, sorted; sub-folders are not entered.
+    ///
+    /// # Errors
+    /// Input error if the directory cannot be listed.
+    pub fn file_names(&self) -> Result<Vec<String>> {
+        let mut names: Vec<String> = match self {
+            Source::Directory(directory) => {
+                let fail = |e| {
+                    Error::input(format!(
+                        "{}: cannot list the directory: {e}; --model takes a checkpoint directory \
+                         or `demo`",
+                        directory.display()
+                    ))
+                };
+                let mut names = Vec::new();
+                for entry in std::fs::read_dir(directory).map_err(fail)? {
+                    let entry = entry.map_err(fail)?;
+                    // Follows links: hub caches hold links to blobs.
+                    if entry.path().is_file() {
+                        names.push(entry.file_name().to_string_lossy().into_owned());
+                    }
+                }
+                names
+            }
+            Source::Embedded(_, files) => files.iter().map(|file| file.name.to_owned()).collect(),
+        };
+        names.sort();
+        Ok(names)
+    }
+}
