@@ -39,8 +39,13 @@ fn worst_logit_difference(engine: &mut Engine, ids: &[u32], golden: &[f32]) -> f
 }
 
 fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
-    let request =
-        Request { prompt, max_tokens, sampling: Sampling::GREEDY, stop_ids: &[], keep_logits: false };
+    let request = Request {
+        prompt,
+        max_tokens,
+        sampling: Sampling::GREEDY,
+        stop_ids: &[],
+        keep_logits: false,
+    };
     engine.generate(&request, |_| Ok(Flow::Continue)).expect("the prompt runs").tokens
 }
 
@@ -88,11 +93,8 @@ fn random_model_agrees(tp: usize) {
     let mut engine = load(Source::Directory(directory), tp, Some(1e-6));
     let bytes = read("tests/fixtures/tiny-random/golden.safetensors");
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let worst = worst_logit_difference(
-        &mut engine,
-        &ids_of(&file, "ids"),
-        &floats_of(&file, "logits"),
-    );
+    let worst =
+        worst_logit_difference(&mut engine, &ids_of(&file, "ids"), &floats_of(&file, "logits"));
     println!("random model on {tp} ranks: max |Δlogit| {worst:e}");
     assert!(worst < 1e-4, "on {tp} ranks: max |Δlogit| {worst}");
 }

@@ -11,8 +11,13 @@ use talon::weights::{Source, demo};
 const PROMPT_LEN: usize = 40;
 
 fn load(source: Source, tp: usize, prefill_chunk: usize) -> Engine {
-    let options =
-        LoadOptions { tp, prefill_chunk, parallel: 4, context: Some(512), ..LoadOptions::default() };
+    let options = LoadOptions {
+        tp,
+        prefill_chunk,
+        parallel: 4,
+        context: Some(512),
+        ..LoadOptions::default()
+    };
     Engine::load(source, &options, &|_, _| {}).expect("the fixture loads")
 }
 
@@ -27,7 +32,10 @@ fn prompt(vocabulary: u32, seed: u32, len: usize) -> Vec<u32> {
 
 /// Bits of the logits, since -0 and 0 or two NaNs must not pass for each other.
 fn bits(results: &[RowResult]) -> Vec<Vec<u32>> {
-    results.iter().map(|result| result.logits.iter().map(|logit| logit.to_bits()).collect()).collect()
+    results
+        .iter()
+        .map(|result| result.logits.iter().map(|logit| logit.to_bits()).collect())
+        .collect()
 }
 
 fn run(engine: &mut Engine, session: &mut Session, tokens: &[u32]) -> Vec<Vec<u32>> {

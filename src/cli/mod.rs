@@ -1,6 +1,7 @@
 //! The command line: one file per subcommand. Nothing else in talon prints.
 
 mod argv;
+mod bench;
 mod generate;
 mod model_options;
 mod progress;
@@ -33,6 +34,7 @@ struct Talon {
 #[derive(FromArgs)]
 #[argh(subcommand)]
 enum Command {
+    Bench(bench::BenchCommand),
     Generate(generate::GenerateCommand),
     Verify(verify::VerifyCommand),
     Version(version::VersionCommand),
@@ -59,6 +61,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
         Err(exit) => return report(&Error::input(usage_error(&exit.output))),
     };
     let done = match talon.command {
+        Command::Bench(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Verify(command) => return finish(command.run()),
         Command::Version(command) => command.run(),

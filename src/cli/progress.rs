@@ -4,17 +4,27 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// A progress bar that counts bytes.
+/// A progress bar.
 pub struct Progress {
     bar: ProgressBar,
 }
 
 impl Progress {
-    /// A bar with a label. It is drawn on stderr at most ten times a second, and only if stderr is
-    /// a terminal.
+    /// A bar that counts bytes; [`Progress::of`] gives the total.
     pub fn bytes(label: &'static str) -> Self {
+        Self::new(label, "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
+    }
+
+    /// A bar that counts to `total`.
+    pub fn count(label: &'static str, total: u64) -> Self {
+        let progress = Self::new(label, "{msg} {wide_bar} {pos}/{len} {eta}");
+        progress.bar.set_length(total);
+        progress
+    }
+
+    /// It is drawn on stderr at most ten times a second, and only if stderr is a terminal.
+    fn new(label: &'static str, template: &str) -> Self {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(10));
-        let template = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
         }
@@ -22,7 +32,7 @@ impl Progress {
         Self { bar }
     }
 
-    /// Sets what there is to do.
+    /// Sets the bytes that there are.
     pub fn of(&self, total: u64) {
         // Short work would only flicker.
         const WORTH_SHOWING: u64 = 64 << 20;
@@ -36,8 +46,8 @@ impl Progress {
     }
 
     /// Adds what was done.
-    pub fn add(&self, bytes: u64) {
-        self.bar.inc(bytes);
+    pub fn add(&self, done: u64) {
+        self.bar.inc(done);
     }
 
     /// Takes the bar away.

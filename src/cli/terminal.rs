@@ -24,6 +24,17 @@ pub fn write_json(target: &str, value: &Value) -> Result<()> {
         .map_err(|e| Error::runtime(format!("{target}: cannot write: {e}; check the path")))
 }
 
+/// Whether [`write_json`] will be able to write to `target`; makes the file if it is not there.
+pub fn check_writable(target: &str) -> Result<()> {
+    if target == "-" {
+        return Ok(());
+    }
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(target);
+    opened
+        .map(drop)
+        .map_err(|e| Error::input(format!("{target}: cannot write: {e}; check the path of --json")))
+}
+
 /// Dim text for a terminal; plain where colour is not wanted (NO_COLOR, TERM=dumb, a pipe).
 pub fn dim_stderr(text: &str) -> String {
     let wanted = std::io::stderr().is_terminal()

@@ -2,7 +2,7 @@
 //! and one roped key a position, W_UK is folded into the query, W_UV applied to the result.
 
 use super::cache::latent_width;
-use super::ops::{add_scaled, dot, layer_norm, linear, rms_norm, rotate, softmax};
+use super::ops::{add_scaled, dot, for_each_tile, layer_norm, linear, rms_norm, rotate, softmax};
 use super::rank::{CpuRank, clear};
 
 /// Epsilon of the indexer's k_norm, which is not `rms_norm_eps` (facts/glm5.md §3.2).
@@ -73,17 +73,18 @@ pub fn project_queries(rank: &mut CpuRank, layer: usize) {
     let mut q = vec![0.0; count * heads * (nope + rope)];
     linear(&params.attention.q_b_proj, &buffers.query_latents, &mut q);
     clear(&mut buffers.queries, count * heads * width);
-    let mut w_uk = vec![0.0; latent];
     for head in 0..heads {
-        for d in 0..nope {
-            let row = head * (nope + config.v_head_dim) + d;
-            params.attention.kv_b_proj.decode(row, 0..latent, &mut w_uk);
+        let first = head * (nope + config.v_head_dim);
+        let w_uk = params.attention.kv_b_proj.row_range(first..first + nope);
+        for_each_tile(&w_uk, |first, tile| {
             for r in 0..count {
-                let q_nope = q[(r * heads + head) * (nope + rope) + d];
+                let q_nope = &q[(r * heads + head) * (nope + rope) + first..];
                 let query = &mut buffers.queries[(r * heads + head) * width..][..latent];
-                add_scaled(query, q_nope, &w_uk);
+                for (w_uk, q_nope) in tile.chunks_exact(latent).zip(q_nope) {
+                    add_scaled(query, *q_nope, w_uk);
+                }
             }
-        }
+        });
         for (r, angles) in buffers.angles.iter().enumerate() {
             let q_rope = &q[(r * heads + head) * (nope + rope) + nope..][..rope];
             let query = &mut buffers.queries[(r * heads + head) * width + latent..][..rope];
@@ -142,15 +143,17 @@ pub fn project_values(rank: &mut CpuRank, layer: usize) {
     let (nope, value, latent) = (config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank);
     let heads = config.num_attention_heads / rank.comm.ranks();
     clear(&mut buffers.values, count * heads * value);
-    let mut w_uv = vec![0.0; latent];
     for head in 0..heads {
-        for d in 0..value {
-            kv_b.decode(head * (nope + value) + nope + d, 0..latent, &mut w_uv);
+        let first = head * (nope + value) + nope;
+        for_each_tile(&kv_b.row_range(first..first + value), |first, tile| {
             for r in 0..count {
                 let attended = &buffers.attended[(r * heads + head) * latent..][..latent];
-                buffers.values[(r * heads + head) * value + d] = dot(&w_uv, attended);
+                let values = &mut buffers.values[(r * heads + head) * value + first..];
+                for (value, w_uv) in values.iter_mut().zip(tile.chunks_exact(latent)) {
+                    *value = dot(w_uv, attended);
+                }
             }
-        }
+        });
     }
 }
 

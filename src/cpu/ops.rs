@@ -4,7 +4,7 @@ use crate::weights::Matrix;
 
 /// Partial sums of a dot product. Wide enough to keep the adders busy without fused or
 /// reassociated arithmetic, so that the result is the same on every machine.
-const LANES: usize = 32;
+const LANES: usize = 16;
 
 /// Σ a·b, summed in [`LANES`] interleaved partial sums and then pairwise.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -36,15 +36,30 @@ pub fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
     }
 }
 
-/// y = W x for each row of `x`: `[n, in]` to `[n, out]`. A stored row is decoded once for all n.
+/// Decoded weights that [`linear`] works on at a time: 16 KiB, which the first-level cache holds.
+const TILE: usize = 4096;
+
+/// y = W x for each row of `x`: `[n, in]` to `[n, out]`. Stored rows are decoded once for all n.
 pub fn linear(w: &Matrix, x: &[f32], y: &mut [f32]) {
     let (width, out) = (w.columns(), w.rows());
-    let mut decoded = vec![0.0; width];
-    for row in 0..out {
-        w.decode(row, 0..width, &mut decoded);
+    for_each_tile(w, |first, tile| {
         for (x, y) in x.chunks_exact(width).zip(y.chunks_exact_mut(out)) {
-            y[row] = dot(&decoded, x);
+            for (y, weights) in y[first..].iter_mut().zip(tile.chunks_exact(width)) {
+                *y = dot(weights, x);
+            }
         }
+    });
+}
+
+/// Decodes `w` a few rows at a time: calls `visit` with the first row's index and the rows.
+pub fn for_each_tile(w: &Matrix, mut visit: impl FnMut(usize, &[f32])) {
+    let rows_per_tile = (TILE / w.columns().max(1)).max(1);
+    let mut tile = vec![0.0; rows_per_tile.min(w.rows()) * w.columns()];
+    for first in (0..w.rows()).step_by(rows_per_tile) {
+        let rows = first..(first + rows_per_tile).min(w.rows());
+        let tile = &mut tile[..rows.len() * w.columns()];
+        w.decode(rows, tile);
+        visit(first, tile);
     }
 }
 

@@ -17,7 +17,8 @@ pub fn embed(rank: &mut CpuRank, step: &Step) {
     // The table is whole on every rank; one of them contributes it.
     if rank.comm.rank() == 0 {
         for (row, out) in step.rows.iter().zip(buffers.partial.chunks_exact_mut(hidden)) {
-            rank.params.embed_tokens.decode(row.token as usize, 0..hidden, out);
+            let token = row.token as usize;
+            rank.params.embed_tokens.decode(token..token + 1, out);
         }
     }
 }

@@ -1,0 +1,155 @@
+//! `talon bench`: what this box reaches with this model.
+
+use argh::FromArgs;
+
+use super::model_options::ModelOptions;
+use super::progress::Progress;
+use super::terminal::{check_writable, print, write_json};
+use crate::bench::{self, Plan, Prompt, RunContext, Settings};
+use crate::doctor;
+use crate::error::{Error, Result};
+
+/// Measure decoding: tokens per second, step times and time to first token, per class of text.
+///
+/// Every run has a prompt of its own; one warm-up run is not counted. tok/s counts the tokens after
+/// the first over the time after the first.
+#[derive(FromArgs)]
+#[argh(
+    subcommand,
+    name = "bench",
+    example = "{command_name}",
+    example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json"
+)]
+pub struct BenchCommand {
+    /// runs in each class (default: as many as there are prompts, 8 built-in ones)
+    #[argh(option, arg_name = "n")]
+    runs: Option<usize>,
+
+    /// tokens at which a run ends (default: 128)
+    #[argh(option, default = "128", arg_name = "n")]
+    max_tokens: usize,
+
+    /// prompts of your own: one JSON object a line with "class" and "prompt" (or "raw", or
+    /// "messages" and "tools")
+    #[argh(option, arg_name = "file")]
+    prompts: Option<String>,
+
+    /// go on after the model's end of turn, so that every run has --max-tokens tokens
+    #[argh(switch)]
+    ignore_eos: bool,
+
+    /// write the report as JSON (- is stdout, instead of the table)
+    #[argh(option, arg_name = "file")]
+    json: Option<String>,
+
+    /// checkpoint directory, or demo, the model in this binary (default: demo)
+    #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
+    model: String,
+
+    /// auto, cpu or cuda (default: auto)
+    #[argh(option, default = "\"auto\".into()", arg_name = "name")]
+    backend: String,
+
+    /// tensor-parallel ranks: 1, 2, 4 or 8; threads on the CPU (default: 1)
+    #[argh(option, default = "1", arg_name = "n")]
+    tp: usize,
+
+    /// tokens that must fit (default: the model's maximum, at most 8192)
+    #[argh(option, arg_name = "n")]
+    context: Option<usize>,
+
+    /// rows of a prefill step (default: 64)
+    #[argh(option, default = "64", arg_name = "n")]
+    prefill_chunk: usize,
+
+    /// epsilon of the latent norms (default: rms_norm_eps)
+    #[argh(option, arg_name = "x")]
+    latent_eps: Option<f32>,
+
+    /// go by the shards' own headers instead of model.safetensors.index.json
+    #[argh(switch)]
+    ignore_index: bool,
+}
+
+impl BenchCommand {
+    pub fn run(self) -> Result<()> {
+        if self.max_tokens < 2 {
+            return Err(Error::input(format!(
+                "--max-tokens {}: expected at least 2, a rate needs a second token",
+                self.max_tokens
+            )));
+        }
+        let plan = Plan {
+            prompts: self.prompts()?,
+            max_tokens: self.max_tokens,
+            ignore_eos: self.ignore_eos,
+        };
+        // A bad path should fail now, not after the measurement.
+        if let Some(target) = &self.json {
+            check_writable(target)?;
+        }
+        let model = ModelOptions {
+            model: &self.model,
+            backend: &self.backend,
+            tp: self.tp,
+            context: self.context,
+            prefill_chunk: self.prefill_chunk,
+            latent_eps: self.latent_eps,
+            ignore_index: self.ignore_index,
+        };
+        let mut engine = model.load()?;
+        let progress = Progress::count("measuring", plan.prompts.len() as u64);
+        let runs = bench::measure(&mut engine, &plan, || progress.add(1))?;
+        progress.finish();
+
+        let settings = Settings { model: self.model.clone(), backend: "cpu" };
+        let context = RunContext {
+            engine: &engine,
+            plan: &plan,
+            settings: &settings,
+            fingerprint: doctor::fingerprint(),
+        };
+        if let Some(target) = &self.json {
+            write_json(target, &bench::report(&context, &runs))?;
+        }
+        if self.json.as_deref() != Some("-") {
+            print(&bench::table(&context, &runs))?;
+        }
+        Ok(())
+    }
+
+    /// The first `--runs` prompts of each class.
+    fn prompts(&self) -> Result<Vec<Prompt>> {
+        let prompts = match &self.prompts {
+            None => bench::built_in_prompts(&self.model)?,
+            Some(file) => {
+                let text = std::fs::read_to_string(file).map_err(|e| {
+                    Error::input(format!("{file}: cannot read: {e}; check --prompts"))
+                })?;
+                bench::read_prompts(file, &text)?
+            }
+        };
+        let Some(limit) = self.runs else {
+            return Ok(prompts);
+        };
+        let of_class = |class: &str| prompts.iter().filter(|p| p.class == class).count();
+        if let Some(short) = prompts.iter().find(|p| of_class(&p.class) < limit) {
+            return Err(Error::input(format!(
+                "--runs {limit}: class {} has {} prompts and none is used twice; give more with \
+                 --prompts",
+                short.class,
+                of_class(&short.class)
+            )));
+        }
+        if limit == 0 {
+            return Err(Error::input("--runs 0: expected at least 1"));
+        }
+        let mut kept: Vec<Prompt> = Vec::new();
+        for prompt in prompts {
+            if kept.iter().filter(|other| other.class == prompt.class).count() < limit {
+                kept.push(prompt);
+            }
+        }
+        Ok(kept)
+    }
+}
