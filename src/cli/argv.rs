@@ -9,15 +9,24 @@ pub struct Normalised {
     pub verbosity: usize,
 }
 
+/// Options without a value. A `-` after any other option is that option's value (stdout); any other
+/// `-` is the prompt (stdin), which argh takes only behind a `--`.
+const SWITCHES: [&str; 6] =
+    ["--help", "--ignore-eos", "--ignore-index", "--no-think", "--raw", "--scales"];
+
 /// Rewrites `args` up to a `--`; what follows is text, whatever it looks like.
 pub fn normalise(args: Vec<String>) -> Normalised {
     let mut normalised = Normalised { args: Vec::new(), verbosity: 0 };
+    let mut stdin_prompt = false;
     let mut rest = args.into_iter();
     while let Some(arg) = rest.next() {
         match arg.as_str() {
             "--" => {
                 normalised.args.push(arg);
                 normalised.args.extend(rest.by_ref());
+            }
+            "-" if !takes_value(normalised.args.last()) => {
+                stdin_prompt = true;
             }
             "-h" => normalised.args.push("--help".into()),
             "--version" | "-V" => normalised.args.push("version".into()),
@@ -32,7 +41,15 @@ pub fn normalise(args: Vec<String>) -> Normalised {
             },
         }
     }
+    if stdin_prompt {
+        normalised.args.extend(["--".to_owned(), "-".to_owned()]);
+    }
     normalised
+}
+
+/// Whether the argument after `arg` is its value.
+fn takes_value(arg: Option<&String>) -> bool {
+    arg.is_some_and(|arg| arg.starts_with("--") && !SWITCHES.contains(&arg.as_str()))
 }
 
 /// `-v`, `-vv`, …
@@ -69,6 +86,12 @@ mod tests {
     fn text_is_left_alone() {
         assert_eq!(args("generate x=1 --X=2").args, ["generate", "x=1", "--X=2"]);
         assert_eq!(args("generate -- -v --a=b -h").args, ["generate", "--", "-v", "--a=b", "-h"]);
-        assert_eq!(args("-").args, ["-"]);
+    }
+
+    #[test]
+    fn a_dash_is_stdout_for_an_option_and_stdin_for_a_prompt() {
+        assert_eq!(args("generate - --raw").args, ["generate", "--raw", "--", "-"]);
+        assert_eq!(args("generate --raw -").args, ["generate", "--raw", "--", "-"]);
+        assert_eq!(args("bench --json -").args, ["bench", "--json", "-"]);
     }
 }

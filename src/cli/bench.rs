@@ -9,16 +9,14 @@ use crate::bench::{self, Plan, Prompt, RunContext, Settings};
 use crate::doctor;
 use crate::error::{Error, Result};
 
-/// Measure decoding: tokens per second, step times and time to first token, per class of text.
-///
-/// Every run has a prompt of its own; one warm-up run is not counted. tok/s counts the tokens after
-/// the first over the time after the first.
+/// Measure decoding: tokens per second, step times, time to first token, per class of text.
 #[derive(FromArgs)]
 #[argh(
     subcommand,
     name = "bench",
     example = "{command_name}",
-    example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json"
+    example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json",
+    note = "Every run has a prompt of its own; one warm-up run is not counted. tok/s is the tokens\nafter the first over the time after the first."
 )]
 pub struct BenchCommand {
     /// runs in each class (default: as many as there are prompts, 8 built-in ones)

@@ -14,15 +14,14 @@ use crate::error::{Error, Result};
 use crate::text::{SplitText, TemplateOptions};
 
 /// Answer one prompt, streamed to the terminal.
-///
-/// The answer goes to stdout; reasoning goes to stderr.
 #[derive(FromArgs)]
 #[argh(
     subcommand,
     name = "generate",
     example = "{command_name} \"What is a whale?\"",
     example = "{command_name} --raw \"In the beginning God\" --max-tokens 40",
-    example = "{command_name} --json - --no-think \"What is 17 + 25?\""
+    example = "{command_name} --json - --no-think \"What is 17 + 25?\"",
+    note = "The answer goes to stdout, reasoning to stderr."
 )]
 pub struct GenerateCommand {
     /// the prompt; - reads it from stdin

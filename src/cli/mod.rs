@@ -53,7 +53,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
     let talon = match Talon::from_args(&["talon"], &args) {
         Ok(talon) => talon,
         Err(exit) if exit.status.is_ok() => {
-            return match terminal::print(&exit.output) {
+            return match terminal::print(&format!("{}\n", exit.output.trim_end())) {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(error) => report(&error),
             };

@@ -15,12 +15,15 @@ use crate::weights::{
     HashList, Problem, Severity, Source, check_scales, compare_hashes, hash_files, scale_bytes,
 };
 
-/// Audit a checkpoint: index against shards, dtype and shape of every tensor, scales, MTP layer.
-///
-/// Reads headers only, in under a second for the full GLM-5.2. Exit code 2 if a load would be
-/// wrong or impossible; warnings leave it 0.
+/// Audit a checkpoint by its headers: index, shards, dtype and shape of every tensor, MTP layer.
 #[derive(FromArgs)]
-#[argh(subcommand, name = "verify")]
+#[argh(
+    subcommand,
+    name = "verify",
+    example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --scales",
+    example = "{command_name} --model ./GLM-5.2-NVFP4 --check-hashes glm-5.2.json",
+    note = "Exit code 2 if a load would be wrong or impossible; warnings leave it 0."
+)]
 pub struct VerifyCommand {
     /// checkpoint directory, or demo, the model in this binary (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]

@@ -7,7 +7,7 @@ use crate::cuda;
 use crate::error::Result;
 use crate::weights::{demo, demo_eagle3};
 
-/// Show the version, what is built in, and what this box offers.
+/// Show the version, what is built in, and what this box has.
 #[derive(FromArgs)]
 #[argh(subcommand, name = "version")]
 pub struct VersionCommand {}

@@ -1,0 +1,294 @@
+//! Promise: the command line keeps its contract (DESIGN §4): spellings, exit codes, one-line errors,
+//! where output goes, what the JSON holds.
+
+mod common;
+
+use std::io::Write;
+use std::process::Stdio;
+
+use common::{Outcome, assert_one_line, command, read_json, repository, talon};
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+fn golden(id: &str) -> Value {
+    let greedy = read_json(&repository("demo/golden/greedy.json"));
+    let prompts = greedy["prompts"].as_array().unwrap();
+    prompts.iter().find(|prompt| prompt["id"] == id).unwrap().clone()
+}
+
+fn succeeds(args: &[&str]) -> Outcome {
+    let outcome = talon(args);
+    assert_eq!(outcome.code, Some(0), "{args:?}: {outcome:?}");
+    outcome
+}
+
+/// `generate --json -` on the demo model.
+fn generate(args: &[&str]) -> Value {
+    succeeds(&[&["generate", "--json", "-"], args].concat()).json()
+}
+
+fn ids(value: &Value) -> Vec<u64> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+}
+
+#[test]
+fn help_names_every_command_and_goes_to_stdout() {
+    for args in [&["--help"][..], &["-h"]] {
+        let help = succeeds(args);
+        for command in ["bench", "generate", "verify", "version"] {
+            assert!(help.stdout.contains(command), "{help:?}");
+        }
+        assert_eq!(help.stderr, "");
+    }
+    for command in ["bench", "generate", "verify"] {
+        let help = succeeds(&[command, "-h"]);
+        // An option that takes a value says what happens without it, unless nothing does.
+        let text = help.stdout.replace("\n                    ", " ");
+        for option in ["  --model ", "  --tp "] {
+            let line = text.lines().find(|line| line.starts_with(option)).unwrap();
+            assert!(line.contains("(default: "), "{command}: {line}");
+        }
+    }
+}
+
+#[test]
+fn version_tells_what_is_built_in() {
+    let version = succeeds(&["version"]);
+    assert!(version.stdout.starts_with(concat!("talon ", env!("CARGO_PKG_VERSION"))));
+    assert!(version.stdout.contains("demo model"), "{version:?}");
+    assert_eq!(succeeds(&["--version"]).stdout, version.stdout);
+}
+
+#[test]
+fn bad_usage_is_one_line_and_exit_code_2() {
+    for (args, words) in [
+        (&["generate", "--frobnicate", "x"][..], &["--frobnicate", "--help"][..]),
+        (&["frobnicate"], &["frobnicate"]),
+        (&[], &["--help"]),
+        (&["generate"], &["no prompt"]),
+        (&["generate", "x", "--tokens", "f"], &["--tokens"]),
+        (&["generate", "x", "--tp", "3"], &["--tp 3", "1, 2, 4 or 8"]),
+        (&["generate", "x", "--temperature", "-1"], &["--temperature"]),
+        (&["generate", "x", "--temperature=nan"], &["--temperature"]),
+        (&["generate", "x", "--top-p", "0"], &["--top-p"]),
+        (&["generate", "x", "--stop", ""], &["stop string"]),
+        (&["generate", "x", "--raw", "--no-think"], &["--raw"]),
+        (&["generate", "x", "--backend", "cuda"], &["--backend cuda", "cpu"]),
+        (&["generate", "x", "--backend", "tpu"], &["--backend tpu"]),
+        (&["generate", "x", "--context", "4"], &["--context"]),
+        (&["generate", "x", "--context", "4000000000"], &["--context", "MiB short"]),
+        (&["generate", "x", "--prefill-chunk", "0"], &["--prefill-chunk"]),
+        (&["generate", "x", "--latent-eps", "0"], &["--latent-eps"]),
+        (&["generate", "--tokens", "/nonexistent"], &["/nonexistent"]),
+        (&["generate", "--raw", ""], &["prompt is empty"]),
+        (&["generate", "x", "--model", "/nonexistent"], &["/nonexistent", "--model"]),
+        (&["verify", "--model", "/nonexistent"], &["/nonexistent"]),
+        (&["bench", "--runs", "0"], &["--runs"]),
+        (&["bench", "--runs", "100"], &["--runs 100", "--prompts"]),
+        (&["bench", "--max-tokens", "1"], &["--max-tokens"]),
+        (&["bench", "--prompts", "/nonexistent"], &["/nonexistent"]),
+        (&["bench", "--json", "/nonexistent/x.json"], &["/nonexistent/x.json"]),
+    ] {
+        let outcome = talon(args);
+        assert_one_line(&outcome, words);
+    }
+}
+
+#[test]
+fn answers_equal_the_goldens() {
+    for (id, args) in [
+        ("chat-3", &["--no-think", "What is 17 + 25?"][..]),
+        ("chat-4", &["What is 38 + 47?"]),
+        (
+            "text-0",
+            &["--raw", "[gMASK]<sop>In the beginning God", "--max-tokens=64", "--ignore-eos"],
+        ),
+    ] {
+        let golden = golden(id);
+        let report = generate(args);
+        assert_eq!(report["usage"]["prompt_tokens"], ids(&golden["prompt_ids"]).len(), "{id}");
+        let tokens = ids(&report["tokens"]);
+        assert_eq!(tokens, ids(&golden["greedy_ids"])[..tokens.len()], "{id}");
+        let end = golden["stop_index"].as_u64().map_or(64, |index| index + 1);
+        assert_eq!(tokens.len() as u64, end, "{id}");
+        assert_eq!(report["usage"]["completion_tokens"], end, "{id}");
+    }
+}
+
+#[test]
+fn json_holds_text_reasoning_usage_and_timings() {
+    let report = generate(&["What is 38 + 47?"]);
+    assert_eq!(report["text"], "38 + 47 = 85.");
+    assert_eq!(report["reasoning"], "");
+    assert_eq!(report["finish_reason"], "stop");
+    assert!(report["timings"]["ttft_ms"].as_f64().unwrap() > 0.0);
+    assert!(report["timings"]["output_throughput"].as_f64().unwrap() > 0.0);
+    let cut = generate(&["What is a whale?", "--max-tokens", "3"]);
+    assert_eq!(cut["finish_reason"], "length");
+    assert_eq!(ids(&cut["tokens"]).len(), 3);
+    let none = generate(&["What is a whale?", "--max-tokens", "0"]);
+    assert_eq!((ids(&none["tokens"]).len(), &none["text"]), (0, &Value::from("")));
+}
+
+#[test]
+fn text_goes_to_stdout_and_nothing_else_does() {
+    let outcome = succeeds(&["generate", "--no-think", "What is 17 + 25?"]);
+    assert_eq!((outcome.stdout.as_str(), outcome.stderr.as_str()), ("17 + 25 = 42.\n", ""));
+    let logged = succeeds(&["generate", "-v", "--no-think", "What is 17 + 25?"]);
+    assert_eq!(logged.stdout, "17 + 25 = 42.\n");
+    assert!(logged.stderr.contains("talon: info: "), "{logged:?}");
+}
+
+#[test]
+fn a_stop_string_ends_the_text_before_it() {
+    let report = generate(&["--no-think", "What is 17 + 25?", "--stop", " =", "--stop", "zzz"]);
+    assert_eq!(report["text"], "17 + 25");
+    assert_eq!(report["finish_reason"], "stop");
+}
+
+#[test]
+fn special_tokens_count_in_raw_text_and_are_plain_in_a_chat() {
+    let tokens = |args: &[&str]| {
+        generate(&[args, &["--max-tokens", "1"]].concat())["usage"]["prompt_tokens"]
+            .as_u64()
+            .unwrap()
+    };
+    assert_eq!(tokens(&["--raw", "<|user|>Hi"]), tokens(&["--raw", "Hi"]) + 1);
+    // As text, <|user|> takes several tokens.
+    assert!(tokens(&["<|user|>Hi"]) > tokens(&["Hi"]) + 1);
+}
+
+#[test]
+fn a_system_message_reaches_the_model() {
+    let golden = golden("chat-7");
+    let system = golden["messages"][0]["content"].as_str().unwrap();
+    let with = generate(&["--system", system, "Hi", "--max-tokens", "1"]);
+    let without = generate(&["Hi", "--max-tokens", "1"]);
+    let tokens = |report: &Value| report["usage"]["prompt_tokens"].as_u64().unwrap();
+    assert!(tokens(&with) > tokens(&without) + 3);
+}
+
+#[test]
+fn the_prompt_comes_from_stdin_too() {
+    let mut child =
+        command(&["generate", "--no-think", "-"]).stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"What is 17 + 25?").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "17 + 25 = 42.\n");
+}
+
+#[test]
+fn a_closed_pipe_is_a_success() {
+    let mut child = command(&["generate", "--raw", "In the", "--ignore-eos"]).spawn().unwrap();
+    // The reader goes away before the first token.
+    drop(child.stdout.take());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn sampling_repeats_with_a_seed_and_stays_in_the_vocabulary() {
+    let hot = ["--raw", "Once", "--temperature", "50", "--top-p", "1", "--max-tokens", "200"];
+    let sample = |seed: &str| {
+        let args = [&hot[..], &["--seed", seed, "--ignore-eos"]].concat();
+        ids(&generate(&args)["tokens"])
+    };
+    let first = sample("1");
+    assert_eq!(first, sample("1"));
+    assert_ne!(first, sample("2"));
+    // At this temperature every id is about as likely; 4080..4096 are padding rows of the head.
+    assert!(first.iter().all(|id| *id < 4080), "{first:?}");
+    assert!(first.iter().any(|id| *id > 2000), "{first:?}");
+}
+
+#[test]
+fn ranks_and_chunks_do_not_change_the_answer() {
+    let answer = |args: &[&str]| ids(&generate(&[&["Define \"happy\"."], args].concat())["tokens"]);
+    let plain = answer(&[]);
+    for args in [&["--tp", "8"][..], &["--prefill-chunk", "1"], &["--prefill-chunk", "5"]] {
+        assert_eq!(answer(args), plain, "{args:?}");
+    }
+}
+
+#[test]
+fn logits_of_every_position_are_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("logits.safetensors");
+    let path = file.to_str().unwrap();
+    let report = generate(&["What is a whale?", "--max-tokens", "3", "--logits", path]);
+    let bytes = std::fs::read(&file).unwrap();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let prompt = report["usage"]["prompt_tokens"].as_u64().unwrap() as usize;
+    // The last token was not run.
+    let positions = prompt + 2;
+    assert_eq!(tensors.tensor("logits").unwrap().shape(), [positions, 4096]);
+    assert_eq!(tensors.tensor("ids").unwrap().shape(), [positions]);
+    let values = tensors.tensor("logits").unwrap().data().to_vec();
+    let last = &values.as_chunks::<4>().0[(positions - 1) * 4096..];
+    let best = (0..4080)
+        .max_by(|a, b| f32::from_le_bytes(last[*a]).total_cmp(&f32::from_le_bytes(last[*b])));
+    assert_eq!(best, Some(ids(&report["tokens"])[2] as usize));
+}
+
+#[test]
+fn a_full_context_ends_the_output() {
+    let report = generate(&["--raw", "In the", "--ignore-eos", "--context", "10"]);
+    assert_eq!(report["finish_reason"], "length");
+    let usage = &report["usage"];
+    // The last token needs no place: it is not run.
+    assert_eq!(usage["total_tokens"], 11, "{usage}");
+}
+
+#[test]
+fn bench_reports_the_contract() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("report.json");
+    let path = file.to_str().unwrap();
+    let outcome = succeeds(&["bench", "--runs", "2", "--max-tokens", "8", "--json", path]);
+    for class in ["code", "prose", "chat", "json", "all"] {
+        assert!(outcome.stdout.lines().any(|line| line.starts_with(class)), "{outcome:?}");
+    }
+    let report = read_json(&file);
+    assert_eq!(report["schema"], 1);
+    for (part, keys) in [
+        ("talon", &["version", "commit"][..]),
+        ("box", &["cpu", "cores", "memory_mib", "kernel", "os"]),
+        ("model", &["name", "layout", "layers", "tp", "rank_slice"]),
+        ("settings", &["max_tokens", "temperature", "backend"]),
+        ("summary", &["baseline", "speculative", "speedup", "by_class", "identical"]),
+    ] {
+        for key in keys {
+            assert!(report[part].as_object().unwrap().contains_key(*key), "{part}.{key}");
+        }
+    }
+    let runs = report["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 8);
+    for run in runs {
+        assert_eq!(run["mode"], "baseline");
+        let tokens = run["completion_tokens"].as_u64().unwrap();
+        assert_eq!(run["steps"].as_u64().unwrap(), tokens - 1, "{run}");
+        let rate = run["output_throughput"].as_f64().unwrap();
+        let tpot = run["tpot_ms"].as_f64().unwrap();
+        assert!((rate * tpot / 1000.0 - 1.0).abs() < 1e-9, "{run}");
+    }
+    for summary in
+        [&report["summary"]["baseline"], &report["summary"]["by_class"]["code"]["baseline"]]
+    {
+        let throughput = &summary["output_throughput"];
+        let value = |key: &str| throughput[key].as_f64().unwrap();
+        assert!(value("low") <= value("median") && value("median") <= value("high"));
+        assert!(summary["step_ms"]["p50"].as_f64() <= summary["step_ms"]["p99"].as_f64());
+    }
+}
+
+#[test]
+fn bench_takes_prompts_of_ones_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("prompts.jsonl");
+    std::fs::write(&file, "{\"class\": \"mine\", \"prompt\": \"What is a whale?\"}\n").unwrap();
+    let path = file.to_str().unwrap();
+    let report = succeeds(&["bench", "--prompts", path, "--max-tokens", "4", "--json", "-"]).json();
+    assert_eq!(report["runs"][0]["class"], "mine");
+    assert!(report["summary"]["by_class"]["mine"].is_object());
+    std::fs::write(&file, "nonsense\n").unwrap();
+    assert_one_line(&talon(&["bench", "--prompts", path]), &["prompts.jsonl", "line 1"]);
+}
