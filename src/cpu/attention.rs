@@ -2,7 +2,9 @@
 //! and one roped key a position, W_UK is folded into the query, W_UV applied to the result.
 
 use super::cache::latent_width;
-use super::ops::{add_scaled, dot, for_each_tile, layer_norm, linear, rms_norm, rotate, softmax};
+use super::ops::{
+    add_scaled, dot_rows, for_each_tile, layer_norm, linear, rms_norm, rotate, softmax,
+};
 use super::rank::{CpuRank, clear};
 
 /// Epsilon of the indexer's k_norm, which is not `rms_norm_eps` (facts/glm5.md §3.2).
@@ -115,20 +117,27 @@ pub fn attend(rank: &mut CpuRank, layer: usize) {
     let heads = config.num_attention_heads / rank.comm.ranks();
     let scale = ((config.qk_nope_head_dim + config.qk_rope_head_dim) as f32).powf(-0.5);
     clear(&mut buffers.attended, buffers.rows.len() * heads * latent);
+    let mut of_heads = vec![0.0; heads];
+    // [heads, selected]
     let mut scores = Vec::new();
     for (r, row) in buffers.rows.iter().enumerate() {
-        let cache = rank.cache.layer(row.sequence, layer);
+        let latents = &rank.cache.layer(row.sequence, layer).latents;
         let selected = &buffers.selected[r];
-        for head in 0..heads {
-            let query = &buffers.queries[(r * heads + head) * width..][..width];
-            scores.clear();
-            scores.extend(
-                selected.iter().map(|t| dot(query, &cache.latents[t * width..][..width]) * scale),
-            );
-            softmax(&mut scores);
-            let out = &mut buffers.attended[(r * heads + head) * latent..][..latent];
-            for (t, probability) in selected.iter().zip(&scores) {
-                add_scaled(out, *probability, &cache.latents[t * width..][..latent]);
+        let queries = &buffers.queries[r * heads * width..][..heads * width];
+        clear(&mut scores, heads * selected.len());
+        for (i, t) in selected.iter().enumerate() {
+            dot_rows(queries, &latents[t * width..][..width], &mut of_heads);
+            for (head, score) in of_heads.iter().enumerate() {
+                scores[head * selected.len() + i] = score * scale;
+            }
+        }
+        let out = &mut buffers.attended[r * heads * latent..][..heads * latent];
+        for (scores, out) in
+            scores.chunks_exact_mut(selected.len()).zip(out.chunks_exact_mut(latent))
+        {
+            softmax(scores);
+            for (t, probability) in selected.iter().zip(scores) {
+                add_scaled(out, *probability, &latents[t * width..][..latent]);
             }
         }
     }
@@ -149,9 +158,7 @@ pub fn project_values(rank: &mut CpuRank, layer: usize) {
             for r in 0..count {
                 let attended = &buffers.attended[(r * heads + head) * latent..][..latent];
                 let values = &mut buffers.values[(r * heads + head) * value + first..];
-                for (value, w_uv) in values.iter_mut().zip(tile.chunks_exact(latent)) {
-                    *value = dot(w_uv, attended);
-                }
+                dot_rows(tile, attended, &mut values[..tile.len() / latent]);
             }
         });
     }

@@ -1,6 +1,6 @@
 //! The lightning indexer (facts/glm5.md §3.2): which positions a row attends to.
 
-use super::ops::{dot, top_k};
+use super::ops::{dot_rows, top_k};
 use super::rank::CpuRank;
 
 /// score[t] = Σ_h w_h · ReLU(q_h · k[t]) over the visible positions, the row's own included.
@@ -8,6 +8,7 @@ pub fn score_keys(rank: &mut CpuRank, layer: usize) {
     let config = &rank.config;
     let buffers = &mut rank.buffers;
     let (heads, dim) = (config.index_n_heads, config.index_head_dim);
+    let mut products = vec![0.0; heads];
     buffers.scores.resize_with(buffers.rows.len(), Vec::new);
     for (r, row) in buffers.rows.iter().enumerate() {
         let visible = row.position + 1;
@@ -20,8 +21,12 @@ pub fn score_keys(rank: &mut CpuRank, layer: usize) {
         let queries = &buffers.index_queries[r * heads * dim..][..heads * dim];
         let weights = &buffers.index_weights[r * heads..][..heads];
         scores.extend(cache.index_keys.chunks_exact(dim).take(visible).map(|key| {
-            let heads = queries.chunks_exact(dim).zip(weights);
-            heads.map(|(query, weight)| weight * dot(query, key).max(0.0)).sum::<f32>()
+            dot_rows(queries, key, &mut products);
+            products
+                .iter()
+                .zip(weights)
+                .map(|(product, weight)| weight * product.max(0.0))
+                .sum::<f32>()
         }));
     }
 }
