@@ -60,7 +60,7 @@ pub enum MtpState {
     None,
     /// All of it is there.
     Complete,
-    /// Some of it is there, which is an error.
+    /// Some of it is missing or unusable, which is an error.
     Partial,
     /// The config promises it and nothing of it is there.
     Absent,
@@ -147,6 +147,7 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
     let mut modules = HashMap::new();
     let mut mtp_missing = Vec::new();
     let mut mtp_present = 0usize;
+    let mut mtp_lost = 0usize;
     for module in manifest.modules(geometry)? {
         let in_mtp = module.layer.is_some_and(|layer| geometry.layers[layer].mtp);
         let problems_before = auditor.problems.len();
@@ -155,6 +156,8 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
         if in_mtp && !optional {
             match &resolved {
                 Some(_) => mtp_present += 1,
+                // No problem of its own: it is in a shard that could not be read.
+                None if auditor.problems.len() == problems_before => mtp_lost += 1,
                 None => mtp_missing.extend(auditor.problems.drain(problems_before..)),
             }
         }
@@ -162,10 +165,12 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
             modules.insert(module.name.clone(), resolved);
         }
     }
-    let mtp = match (mtp_present, mtp_missing.len()) {
-        (0, 0) => MtpState::None,
-        (_, 0) => MtpState::Complete,
-        (0, _) if mtp_missing.iter().all(|problem| problem.kind == "missing_tensor") => {
+    let mtp = match (mtp_present, mtp_lost, mtp_missing.len()) {
+        (0, 0, 0) => MtpState::None,
+        (_, 0, 0) => MtpState::Complete,
+        // The shard is a problem already.
+        (_, _, 0) => MtpState::Partial,
+        (0, 0, _) if mtp_missing.iter().all(|problem| problem.kind == "missing_tensor") => {
             auditor.mtp_absent(geometry);
             MtpState::Absent
         }
@@ -386,7 +391,7 @@ impl<'a> Auditor<'a> {
                 "{present} of its {} modules usable, the first that is not: {tensor}",
                 present + missing.len()
             ),
-            fix: "fetch the shards of layer's tensors again, or take the layer out".into(),
+            fix: "fetch the shards that hold this layer again, or take all of it out".into(),
         });
         self.problems.extend(missing);
     }
