@@ -435,16 +435,16 @@ fn mtp_layer(geometry: &Geometry) -> usize {
 fn layout(manifest: &Manifest, geometry: &Geometry, modules: &HashMap<String, Resolved>) -> String {
     let mut by_group: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for resolved in modules.values() {
-        let in_mtp = resolved.module.layer.is_some_and(|layer| geometry.layers[layer].mtp);
-        let group = match in_mtp {
-            true => "mtp",
-            false => manifest.entries[resolved.module.entry].group.as_str(),
-        };
+        let mut group = manifest.entries[resolved.module.entry].group.as_str();
         // Norms and the router are never quantised, so they say nothing about a layout.
-        if group != "norm" && group != "router" {
-            let format = manifest.formats[resolved.format].name.as_str();
-            by_group.entry(group).or_default().insert(format);
+        if group == "norm" || group == "router" {
+            continue;
         }
+        if resolved.module.layer.is_some_and(|layer| geometry.layers[layer].mtp) {
+            group = "mtp";
+        }
+        let format = manifest.formats[resolved.format].name.as_str();
+        by_group.entry(group).or_default().insert(format);
     }
     let word = |formats: &BTreeSet<&str>| formats.iter().copied().collect::<Vec<_>>().join("+");
     let mut groups_per_word: BTreeMap<String, Vec<&str>> = BTreeMap::new();
