@@ -14,6 +14,10 @@ use crate::weights::{Geometry, LayerShape};
 
 /// Bound on every size in a config: far above any real model; products of two stay far inside 64 bits.
 const MAX_SIZE: u64 = 16_000_000;
+/// Bounds on what tensors are counted by, a dozen times and twice those of a real model: each tensor
+/// takes memory in an audit before anything is known to be wrong.
+const MAX_LAYERS: usize = 1_000;
+const MAX_EXPERTS_IN_ALL: usize = 40_000;
 
 /// Sizes and switches of a checkpoint, by their names in `config.json`.
 #[derive(Debug, Clone, PartialEq)]
@@ -150,7 +154,7 @@ impl ModelConfig {
                 self.num_experts_per_tok, self.n_routed_experts
             ));
         }
-        if self.layers.len() * self.n_routed_experts > 1_000_000 {
+        if self.layers.len() * self.n_routed_experts > MAX_EXPERTS_IN_ALL {
             return refuse(format!(
                 "{} layers of {} experts are not those of a GLM-5",
                 self.layers.len(),
@@ -363,8 +367,7 @@ impl Reader<'_> {
 
     /// The kind of every layer, MTP layers last.
     fn layers(&mut self, num_hidden_layers: usize, mtp: usize) -> Result<Vec<LayerShape>> {
-        // A layer has hundreds of tensors: anything larger is a damaged number.
-        if num_hidden_layers > 10_000 || mtp > 16 {
+        if num_hidden_layers > MAX_LAYERS || mtp > 16 {
             return Err(Error::input(format!(
                 "{}: num_hidden_layers {num_hidden_layers} and num_nextn_predict_layers {mtp} \
                  are not those of a GLM-5",
