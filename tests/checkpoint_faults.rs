@@ -14,6 +14,10 @@ const EXPERT: &str = "model.layers.1.mlp.experts.3.gate_proj.weight";
 const NORM: &str = "model.layers.1.input_layernorm.weight";
 const BIAS: &str = "model.layers.1.mlp.gate.e_score_correction_bias";
 
+/// New offsets for a tensor at start..end.
+type Offsets = fn(u64, u64) -> Value;
+type Edit = fn(&mut Value);
+
 /// The greedy tokens of a sound checkpoint.
 fn tokens(checkpoint: &Copy, more: &[&str]) -> Value {
     let outcome = checkpoint.generate(&[1, 2, 3], &[more, &["--max-tokens", "8"]].concat());
@@ -69,7 +73,7 @@ fn absurd_header_length() {
 /// Offsets that do not tile the data, each made from a sound header.
 #[test]
 fn wrong_offsets() {
-    let cases: [(&str, fn(u64, u64) -> Value); 6] = [
+    let cases: [(&str, Offsets); 6] = [
         ("overlap", |start, end| json!([start - 16, end - 16])),
         ("gap", |start, end| json!([start + 16, end + 16])),
         ("reversed", |start, end| json!([end, start])),
@@ -196,7 +200,7 @@ fn scales_that_are_no_numbers() {
 /// An index that disagrees with sound shards; `--ignore-index` goes by the shards.
 #[test]
 fn stale_index() {
-    let edits: [(&str, fn(&mut Value)); 3] = [
+    let edits: [(&str, Edit); 3] = [
         ("no shard has it", |index| index["weight_map"]["model.ghost"] = SHARD_1.into()),
         ("only in model-0000", |index| {
             index["weight_map"].as_object_mut().unwrap().remove(NORM).unwrap();

@@ -9,6 +9,8 @@ use serde_json::{Value, json};
 const CONFIG: &str = "config.json";
 const QUANT: &str = "hf_quant_config.json";
 
+type Edit = fn(&mut Value);
+
 /// A copy of `checkpoint` with an edited file.
 fn edited(checkpoint: &str, file: &str, edit: impl FnOnce(&mut Value)) -> Copy {
     let copy = Copy::of(checkpoint);
@@ -95,7 +97,7 @@ fn lists_of_the_wrong_length() {
 
 #[test]
 fn unknown_quantisation_by_name() {
-    let cases: [(&str, &str, fn(&mut Value)); 5] = [
+    let cases: [(&str, &str, Edit); 5] = [
         (CONFIG, "bitnet", |c| c["quantization_config"]["quant_method"] = "bitnet".into()),
         (CONFIG, "W4A8_MX", |c| c["quantization_config"]["quant_algo"] = "W4A8_MX".into()),
         (CONFIG, "int-quantized", |c| {
