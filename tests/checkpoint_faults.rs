@@ -93,6 +93,31 @@ fn wrong_offsets() {
     }
 }
 
+/// A gap, an overlap and a tail that are the only fault: all later offsets move along.
+#[test]
+fn offsets_that_do_not_tile_the_data() {
+    for (by, fault) in [(16i64, "(a gap)"), (-16, "overlap")] {
+        let checkpoint = Copy::of(TINY);
+        checkpoint.edit_bytes(SHARD_1, |bytes| {
+            let (mut header, mut data) = common::split_shard(bytes);
+            let offset = |info: &Value, i: usize| info["data_offsets"][i].as_i64().unwrap();
+            let first = offset(&header[NORM], 0);
+            for info in header.values_mut().filter(|info| info.get("dtype").is_some()) {
+                let (start, end) = (offset(info, 0), offset(info, 1));
+                if start >= first {
+                    info["data_offsets"] = json!([start + by, end + by]);
+                }
+            }
+            data.resize((data.len() as i64 + by) as usize, 0);
+            *bytes = common::join_shard(&header, &data);
+        });
+        assert_refused(&checkpoint, &[], &[SHARD_1, NORM, fault, "fetch the file again"]);
+    }
+    let checkpoint = Copy::of(TINY);
+    checkpoint.edit_bytes(SHARD_1, |bytes| bytes.push(0));
+    assert_refused(&checkpoint, &[], &[SHARD_1, "from the header", "fetch the file again"]);
+}
+
 #[test]
 fn header_that_is_no_table_of_tensors() {
     for header in ["[]", "{\"a\":1}", "nonsense", "{\"a\":{\"dtype\":\"X9\"}}", "\u{0}\u{0}", ""] {
@@ -273,8 +298,10 @@ fn pipe_or_directory_in_a_shards_place() {
 
 #[test]
 fn no_checkpoint_at_all() {
-    let missing = talon(&["generate", "--model", "/no/such/model", "hello"]);
-    assert_one_line(&missing, &["/no/such/model", "--model"]);
+    for command in [&["generate", "hello"][..], &["verify"]] {
+        let missing = talon(&[command, &["--model", "/no/such/model"]].concat());
+        assert_one_line(&missing, &["/no/such/model", "--model"]);
+    }
     let checkpoint = Copy::of(TINY);
     for file in [SHARD_1, SHARD_2, INDEX] {
         checkpoint.remove(file);

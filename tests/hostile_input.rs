@@ -119,19 +119,19 @@ fn picks() -> impl Strategy<Value = Vec<(usize, u8, Value)>> {
     prop::collection::vec((any::<usize>(), any::<u8>(), odd_value()), 1..4)
 }
 
-/// On success every range lies in the file; an error is one line that names it.
+/// On success the ranges tile the file's data; an error is one line that names the file.
 fn check_header(bytes: &[u8]) {
     match read_header("shard", bytes) {
         Ok(header) => {
             let mut end_of_previous = 0;
             for (name, info) in &header.tensors {
                 let (start, end) = info.data_offsets;
-                assert!(start <= end && start >= end_of_previous, "{name}: {start}..{end}");
-                assert!(header.data_start + end <= bytes.len(), "{name}: {start}..{end}");
+                assert!(start <= end && start == end_of_previous, "{name}: {start}..{end}");
                 let bits = info.shape.iter().product::<usize>() * info.dtype.bitsize();
                 assert_eq!(bits, (end - start) * 8, "{name}");
                 end_of_previous = end;
             }
+            assert_eq!(header.data_start + end_of_previous, bytes.len());
         }
         Err(error) => check_error(&error, "shard"),
     }
@@ -331,7 +331,7 @@ fn deep_nesting() {
 fn configs_that_are_huge_in_a_product() {
     let huge = [
         json!({"num_hidden_layers": 10_000, "n_routed_experts": 16_000_000}),
-        json!({"num_hidden_layers": 1_000, "n_routed_experts": 41}),
+        json!({"num_hidden_layers": 1_000, "n_routed_experts": 1_000}),
         json!({"num_hidden_layers": 1_000, "n_routed_experts": 40}),
         json!({"num_hidden_layers": 6, "n_routed_experts": 6_666}),
         json!({"n_routed_experts": 16_000_000}),
@@ -354,11 +354,13 @@ fn configs_that_are_huge_in_a_product() {
                 config[key] = value.clone();
             }
         });
-        let limit = format!("ulimit -v {}; exec \"$@\"", 1 << 20);
+        let limit = format!("ulimit -v {}; exec \"$@\"", 2 << 20);
         let talon = env!("CARGO_BIN_EXE_talon");
         let started = Instant::now();
         let outcome = std::process::Command::new("sh")
             .args(["-c", &limit, "sh", talon, "verify", "--json", "-", "--model", checkpoint.arg()])
+            // The limit is on addresses, of which every thread's arena reserves many.
+            .env("MALLOC_ARENA_MAX", "1")
             .output()
             .unwrap();
         let words = String::from_utf8_lossy(&outcome.stderr);
