@@ -103,8 +103,12 @@ impl Checkpoint {
             problems,
             lost: HashSet::new(),
         };
+        let opened = open_all(&checkpoint.source, &wanted);
+        // All at once: a map that grows hashes every name again.
+        let headers = opened.iter().flatten();
+        checkpoint.tensors.reserve(headers.map(|(_, header)| header.tensors.len()).sum());
         let mut unreadable = HashSet::new();
-        for (name, opened) in wanted.iter().zip(open_all(&checkpoint.source, &wanted)) {
+        for (name, opened) in wanted.iter().zip(opened) {
             match opened {
                 Ok((bytes, header)) => checkpoint.add_shard(name, bytes, header),
                 Err(problem) => {
@@ -140,7 +144,6 @@ impl Checkpoint {
     fn add_shard(&mut self, name: &str, bytes: Bytes, header: ShardHeader) {
         let shard = self.shards.len();
         self.shards.push(Shard { name: name.to_owned(), bytes });
-        self.tensors.reserve(header.tensors.len());
         for (tensor, info) in header.tensors {
             let (start, end) = info.data_offsets;
             let range = header.data_start + start..header.data_start + end;
