@@ -75,9 +75,14 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Foreign messages and file names may hold line breaks; an error stays one line.
-fn one_line(message: String) -> String {
-    if message.contains(['\n', '\r']) { message.replace(['\n', '\r'], " ") } else { message }
+/// Foreign messages and names of files and tensors may hold line breaks, or codes that a terminal
+/// obeys; a message stays one line of text.
+pub(crate) fn one_line(message: String) -> String {
+    if message.contains(char::is_control) {
+        message.replace(char::is_control, " ")
+    } else {
+        message
+    }
 }
 
 #[cfg(test)]
@@ -87,6 +92,7 @@ mod tests {
     #[test]
     fn message_is_always_one_line() {
         assert_eq!(Error::input("a\nb\r\nc").to_string(), "a b  c");
+        assert_eq!(Error::input("tensor a\u{1b}[2Jb").to_string(), "tensor a [2Jb");
     }
 
     #[test]

@@ -130,8 +130,12 @@ impl VerifyCommand {
         let progress = Progress::bytes("hashing");
         if let Some(target) = &self.write_hashes {
             let mut names = source.file_names()?;
-            // A record inside the checkpoint's folder does not record itself.
-            names.retain(|name| source.display(name) != *target);
+            // A record inside the checkpoint's folder does not record itself, however it is spelt.
+            if let Ok(record) = std::fs::canonicalize(target) {
+                let is_record =
+                    |path: String| std::fs::canonicalize(path).is_ok_and(|p| p == record);
+                names.retain(|name| !is_record(source.display(name)));
+            }
             progress.of(size(&names)?);
             let list = hash_files(source, &names, &|bytes| progress.add(bytes))?;
             let value = serde_json::to_value(list)

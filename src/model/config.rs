@@ -14,6 +14,10 @@ use crate::weights::{Geometry, LayerShape};
 
 /// Bound on every size in a config: far above any real model; products of two stay far inside 64 bits.
 const MAX_SIZE: u64 = 16_000_000;
+/// Bounds on what tensors are counted by, a dozen times and twice those of a real model: each tensor
+/// takes memory in an audit before anything is known to be wrong.
+const MAX_LAYERS: usize = 1_000;
+const MAX_EXPERTS_IN_ALL: usize = 40_000;
 
 /// Sizes and switches of a checkpoint, by their names in `config.json`.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,7 +87,6 @@ const IGNORED: &[&str] = &[
     "pretraining_tp",
     "qk_head_dim",
     "quantization_config",
-    "rope_scaling",
     "router_aux_loss_coef",
     "torch_dtype",
     "transformers_version",
@@ -124,7 +127,7 @@ impl ModelConfig {
             n_routed_experts: reader.size("n_routed_experts")?,
             n_shared_experts: reader.size_or("n_shared_experts", 1)?,
             num_experts_per_tok: reader.size("num_experts_per_tok")?,
-            routed_scaling_factor: reader.float_or("routed_scaling_factor", 1.0)?,
+            routed_scaling_factor: reader.float_or("routed_scaling_factor", 2.5)?,
             norm_topk_prob: reader.bool_or("norm_topk_prob", true)?,
             rms_norm_eps,
             rope_theta: reader.rope_theta()?,
@@ -151,7 +154,7 @@ impl ModelConfig {
                 self.num_experts_per_tok, self.n_routed_experts
             ));
         }
-        if self.layers.len() * self.n_routed_experts > 1_000_000 {
+        if self.layers.len() * self.n_routed_experts > MAX_EXPERTS_IN_ALL {
             return refuse(format!(
                 "{} layers of {} experts are not those of a GLM-5",
                 self.layers.len(),
@@ -201,11 +204,11 @@ impl ModelConfig {
 }
 
 impl Quantization {
-    /// Reads `quantization_config` of a config.json, else `hf_quant_config.json`; `None` if neither
-    /// says anything.
+    /// Reads `quantization_config` of a config.json and `hf_quant_config.json`; the first is told
+    /// where both are there, `None` if neither says anything.
     ///
     /// # Errors
-    /// Input error that names a method or an algorithm that is not known.
+    /// Input error that names a method or an algorithm that is not known, in either file.
     pub fn from_json(
         config: (&str, &[u8]),
         hf_quant_config: Option<(&str, &[u8])>,
@@ -215,23 +218,25 @@ impl Quantization {
                 .map_err(|e| Error::input(format!("{file}: not valid JSON: {e}; fetch it again")))
         };
         let text = |value: &Value, key: &str| value[key].as_str().map(str::to_owned);
-        let (file, config_json) = config;
-        let inline = parse(file, config_json)?["quantization_config"].clone();
+        let mut found = Vec::new();
+        let (file, json) = config;
+        let inline = parse(file, json)?["quantization_config"].clone();
         if !inline.is_null() {
             let method = text(&inline, "quant_method").unwrap_or_else(|| "(none)".into());
             let algo = match method.as_str() {
                 "compressed-tensors" => text(&inline, "format"),
                 _ => text(&inline, "quant_algo"),
             };
-            let found = Self { method, algo };
-            return found.refuse_unknown(file).map(|()| Some(found));
+            found.push((file, Self { method, algo }));
         }
-        let Some((file, json)) = hf_quant_config else {
-            return Ok(None);
-        };
-        let algo = text(&parse(file, json)?["quantization"], "quant_algo");
-        let found = Self { method: "modelopt".into(), algo };
-        found.refuse_unknown(file).map(|()| Some(found))
+        if let Some((file, json)) = hf_quant_config {
+            let algo = text(&parse(file, json)?["quantization"], "quant_algo");
+            found.push((file, Self { method: "modelopt".into(), algo }));
+        }
+        for (file, quantization) in &found {
+            quantization.refuse_unknown(file)?;
+        }
+        Ok(found.into_iter().next().map(|(_, quantization)| quantization))
     }
 
     fn refuse_unknown(&self, file: &str) -> Result<()> {
@@ -337,9 +342,16 @@ impl Reader<'_> {
     /// with a default is silently wrong).
     fn rope_theta(&mut self) -> Result<f32> {
         let nested = self.get("rope_parameters").cloned().unwrap_or(Value::Null);
-        let kind = nested.get("rope_type").cloned().unwrap_or(Value::Null);
-        if !kind.is_null() && kind != "default" {
-            return Err(self.wrong("rope_parameters.rope_type", "\"default\"", &kind));
+        // Older files say it in rope_scaling, the oldest as `type`.
+        let scaling = self.get("rope_scaling").cloned().unwrap_or(Value::Null);
+        for (key, kind) in [
+            ("rope_parameters.rope_type", nested.get("rope_type")),
+            ("rope_scaling.rope_type", scaling.get("rope_type")),
+            ("rope_scaling.type", scaling.get("type")),
+        ] {
+            if let Some(kind) = kind.filter(|kind| !kind.is_null() && **kind != "default") {
+                return Err(self.wrong(key, "\"default\"", kind));
+            }
         }
         let theta = nested.get("rope_theta").cloned().filter(|theta| !theta.is_null());
         let top = self.get("rope_theta").cloned();
@@ -355,8 +367,7 @@ impl Reader<'_> {
 
     /// The kind of every layer, MTP layers last.
     fn layers(&mut self, num_hidden_layers: usize, mtp: usize) -> Result<Vec<LayerShape>> {
-        // A layer has hundreds of tensors: anything larger is a damaged number.
-        if num_hidden_layers > 10_000 || mtp > 16 {
+        if num_hidden_layers > MAX_LAYERS || mtp > 16 {
             return Err(Error::input(format!(
                 "{}: num_hidden_layers {num_hidden_layers} and num_nextn_predict_layers {mtp} \
                  are not those of a GLM-5",
@@ -375,7 +386,7 @@ impl Reader<'_> {
     }
 
     fn moe_layers(&mut self, count: usize) -> Result<Vec<bool>> {
-        let dense = self.size_or("first_k_dense_replace", 0)?;
+        let dense = self.size_or("first_k_dense_replace", 3)?;
         match self.words("mlp_layer_types", count, &["dense", "sparse"])? {
             None => Ok((0..count).map(|layer| layer >= dense).collect()),
             Some(kinds) => Ok(kinds.into_iter().map(|kind| kind == "sparse").collect()),
@@ -388,21 +399,32 @@ impl Reader<'_> {
         let freq = self.size_or("index_topk_freq", 1)?.max(1);
         // transformers' and vLLM's default; the published configs state 3.
         let offset = self.size_or("index_skip_topk_offset", 2)?;
-        let pattern = self.get("index_topk_pattern").cloned();
+        let pattern = self.pattern("index_topk_pattern", count)?;
         if let Some(types) = self.words("indexer_types", count, &["full", "shared"])? {
             return Ok(types.into_iter().map(|kind| kind == "full").collect());
         }
         if let Some(pattern) = pattern {
-            let letters: Vec<char> = pattern.as_str().unwrap_or("").chars().collect();
-            if letters.len() != count || !letters.iter().all(|letter| "FS".contains(*letter)) {
-                let expected = format!("{count} letters F or S, one a layer");
-                return Err(self.wrong("index_topk_pattern", &expected, &pattern));
-            }
-            return Ok(letters.into_iter().map(|letter| letter == 'F').collect());
+            return Ok(pattern);
         }
         Ok((0..count)
             .map(|layer| (layer + 1).saturating_sub(offset).is_multiple_of(freq))
             .collect())
+    }
+
+    /// A letter for each of `count` layers: whether it is an F.
+    fn pattern(&mut self, key: &'static str, count: usize) -> Result<Option<Vec<bool>>> {
+        let Some(value) = self.get(key).cloned() else {
+            return Ok(None);
+        };
+        let letters: Vec<char> = value.as_str().unwrap_or("").chars().collect();
+        if letters.len() != count || !letters.iter().all(|letter| "FS".contains(*letter)) {
+            let expected = format!(
+                "{count} letters F or S, one a layer (num_hidden_layers), it has {}",
+                letters.len()
+            );
+            return Err(self.wrong(key, &expected, &value));
+        }
+        Ok(Some(letters.into_iter().map(|letter| letter == 'F').collect()))
     }
 
     /// A list with one of `words` for each of `count` layers.

@@ -4,11 +4,11 @@
 //! format is what the file says, never what a quantisation list says (facts: such lists are wrong
 //! in published checkpoints).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::checkpoint::{Checkpoint, TensorRef};
-use super::manifest::{Entry, Format, Geometry, Manifest, Module, PartShape, Role};
-use crate::error::{Error, Result};
+use super::manifest::{Entry, Geometry, Manifest, Module, Part, PartShape, Role};
+use crate::error::{Error, Result, one_line};
 
 /// How bad a [`Problem`] is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,13 +43,13 @@ impl Problem {
     pub fn line(&self) -> String {
         // A message that comes from a single file's reader is whole already.
         if self.found.starts_with(&self.file) {
-            return self.found.clone();
+            return one_line(self.found.clone());
         }
         let tensor = self.tensor.as_ref().map_or(String::new(), |tensor| format!(" {tensor}:"));
-        format!(
+        one_line(format!(
             "{}:{tensor} expected {}, found {}; {}",
             self.file, self.expected, self.found, self.fix
-        )
+        ))
     }
 }
 
@@ -60,7 +60,7 @@ pub enum MtpState {
     None,
     /// All of it is there.
     Complete,
-    /// Some of it is there, which is an error.
+    /// Some of it is missing or unusable, which is an error.
     Partial,
     /// The config promises it and nothing of it is there.
     Absent,
@@ -142,11 +142,12 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
         checkpoint,
         manifest,
         problems: checkpoint.problems.clone(),
-        expected: HashSet::with_capacity(checkpoint.tensors.len()),
+        claimed: vec![false; checkpoint.tensors.len()],
     };
     let mut modules = HashMap::new();
     let mut mtp_missing = Vec::new();
     let mut mtp_present = 0usize;
+    let mut mtp_lost = 0usize;
     for module in manifest.modules(geometry)? {
         let in_mtp = module.layer.is_some_and(|layer| geometry.layers[layer].mtp);
         let problems_before = auditor.problems.len();
@@ -155,6 +156,8 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
         if in_mtp && !optional {
             match &resolved {
                 Some(_) => mtp_present += 1,
+                // No problem of its own: it is in a shard that could not be read.
+                None if auditor.problems.len() == problems_before => mtp_lost += 1,
                 None => mtp_missing.extend(auditor.problems.drain(problems_before..)),
             }
         }
@@ -162,10 +165,12 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
             modules.insert(module.name.clone(), resolved);
         }
     }
-    let mtp = match (mtp_present, mtp_missing.len()) {
-        (0, 0) => MtpState::None,
-        (_, 0) => MtpState::Complete,
-        (0, _) if mtp_missing.iter().all(|problem| problem.kind == "missing_tensor") => {
+    let mtp = match (mtp_present, mtp_lost, mtp_missing.len()) {
+        (0, 0, 0) => MtpState::None,
+        (_, 0, 0) => MtpState::Complete,
+        // The shard is a problem already.
+        (_, _, 0) => MtpState::Partial,
+        (0, 0, _) if mtp_missing.iter().all(|problem| problem.kind == "missing_tensor") => {
             auditor.mtp_absent(geometry);
             MtpState::Absent
         }
@@ -185,8 +190,8 @@ struct Auditor<'a> {
     checkpoint: &'a Checkpoint,
     manifest: &'a Manifest,
     problems: Vec<Problem>,
-    /// Names of tensors that belong to a module.
-    expected: HashSet<String>,
+    /// Whether a tensor belongs to a module, by its number.
+    claimed: Vec<bool>,
 }
 
 impl<'a> Auditor<'a> {
@@ -194,66 +199,64 @@ impl<'a> Auditor<'a> {
     fn resolve(&mut self, module: &Module) -> Option<Resolved> {
         let manifest = self.manifest;
         let entry = &manifest.entries[module.entry];
-        let Some((index, format)) = self.format_of(entry, module) else {
+        let Some((index, tensors)) = self.format_of(entry, module) else {
             self.report_absent(entry, module);
             return None;
         };
+        let format = &manifest.formats[index];
         let mut parts = Vec::with_capacity(format.parts.len());
         let mut whole = true;
-        for part in &format.parts {
-            let name = part.tensor_name(&module.name);
-            let Some(found) = self.checkpoint.tensors.get(&name) else {
-                if !part.optional {
-                    whole = false;
-                    if !self.checkpoint.lost.contains(&name) {
-                        self.problem(
-                            "missing_scale",
-                            &module.name,
-                            name,
-                            format!("{} beside the {} weight", part.dtype, format.name),
-                            "no such tensor".into(),
-                            "fetch a complete export of this checkpoint",
-                        );
-                    }
+        for (part, found) in format.parts.iter().zip(tensors) {
+            if let Some(found) = found {
+                whole &= self.check_part(module, part, found);
+                self.claimed[found.number] = true;
+                parts.push((part.role, found.clone()));
+            } else if !part.optional {
+                whole = false;
+                let name = part.tensor_name(&module.name);
+                if !self.checkpoint.lost.contains(&name) {
+                    self.problem(
+                        "missing_scale",
+                        &module.name,
+                        name,
+                        format!("{} beside the {} weight", part.dtype, format.name),
+                        "no such tensor".into(),
+                        "fetch a complete export of this checkpoint",
+                    );
                 }
-                continue;
-            };
-            let found = found.clone();
-            whole &= self.check_part(module, &name, part.dtype, part.shape, &found);
-            self.expected.insert(name);
-            parts.push((part.role, found));
+            }
         }
         whole.then(|| Resolved { module: module.clone(), format: index, parts })
     }
 
     /// The format that the file's tensors spell: the first whose leading tensor is there with its
-    /// dtype, preferring one that is there whole.
-    fn format_of(&self, entry: &'a Entry, module: &Module) -> Option<(usize, &'a Format)> {
+    /// dtype, preferring one that is there whole. With it, the tensors of its parts.
+    fn format_of(
+        &self,
+        entry: &Entry,
+        module: &Module,
+    ) -> Option<(usize, Vec<Option<&'a TensorRef>>)> {
         let tensors = &self.checkpoint.tensors;
+        // Most formats lead with the module's own name; a look-up takes its time in a map this big.
+        let plain = tensors.get(&module.name);
         let mut candidate = None;
-        let manifest = self.manifest;
-        for format in manifest.formats_of(entry) {
+        for (index, format) in self.manifest.formats_of(entry) {
+            let find = |part: &Part| match &*part.tensor {
+                "{name}" => plain,
+                _ => tensors.get(&part.tensor_name(&module.name)),
+            };
             let leading = &format.parts[0];
-            let matches = tensors
-                .get(&leading.tensor_name(&module.name))
-                .is_some_and(|found| found.dtype == leading.dtype);
-            if !matches {
+            if find(leading).is_none_or(|found| found.dtype != leading.dtype) {
                 continue;
             }
-            let complete = format
-                .parts
-                .iter()
-                .all(|part| part.optional || tensors.contains_key(&part.tensor_name(&module.name)));
-            if complete || candidate.is_none() {
-                candidate = Some(format);
+            let found: Vec<Option<&TensorRef>> = format.parts.iter().map(find).collect();
+            let mut parts = format.parts.iter().zip(&found);
+            if parts.all(|(part, found)| part.optional || found.is_some()) {
+                return Some((index, found));
             }
-            if complete {
-                break;
-            }
+            candidate.get_or_insert((index, found));
         }
-        let format = candidate?;
-        let index = self.manifest.formats.iter().position(|f| f.name == format.name)?;
-        Some((index, format))
+        candidate
     }
 
     /// No format fits: the tensor is absent, or has a dtype that the module may not have.
@@ -261,13 +264,13 @@ impl<'a> Auditor<'a> {
         let dtypes: BTreeSet<String> = self
             .manifest
             .formats_of(entry)
-            .map(|format| format.parts[0].dtype.to_string())
+            .map(|(_, format)| format.parts[0].dtype.to_string())
             .collect();
         let dtypes = dtypes.into_iter().collect::<Vec<_>>().join(" or ");
         match self.checkpoint.tensors.get(&module.name) {
             Some(found) => {
+                self.claimed[found.number] = true;
                 let found = found.dtype.to_string();
-                self.expected.insert(module.name.clone());
                 self.problem(
                     "wrong_dtype",
                     &module.name,
@@ -290,21 +293,14 @@ impl<'a> Auditor<'a> {
         }
     }
 
-    fn check_part(
-        &mut self,
-        module: &Module,
-        name: &str,
-        dtype: safetensors::Dtype,
-        shape: PartShape,
-        found: &TensorRef,
-    ) -> bool {
-        let file = self.checkpoint.file_of(found);
+    fn check_part(&mut self, module: &Module, part: &Part, found: &TensorRef) -> bool {
+        let Part { dtype, shape, .. } = *part;
         if found.dtype != dtype {
             self.problems.push(Problem {
                 kind: "wrong_dtype",
                 severity: Severity::Error,
-                file,
-                tensor: Some(name.to_owned()),
+                file: self.checkpoint.file_of(found),
+                tensor: Some(part.tensor_name(&module.name)),
                 expected: dtype.to_string(),
                 found: found.dtype.to_string(),
                 fix: "use an export in a supported format".into(),
@@ -326,8 +322,8 @@ impl<'a> Auditor<'a> {
             self.problems.push(Problem {
                 kind: "wrong_shape",
                 severity: Severity::Error,
-                file,
-                tensor: Some(name.to_owned()),
+                file: self.checkpoint.file_of(found),
+                tensor: Some(part.tensor_name(&module.name)),
                 expected,
                 found: format!("shape {:?}", found.shape),
                 fix: "config.json and the weights must come from one checkpoint".into(),
@@ -386,7 +382,7 @@ impl<'a> Auditor<'a> {
                 "{present} of its {} modules usable, the first that is not: {tensor}",
                 present + missing.len()
             ),
-            fix: "fetch the shards of layer's tensors again, or take the layer out".into(),
+            fix: "fetch the shards that hold this layer again, or take all of it out".into(),
         });
         self.problems.extend(missing);
     }
@@ -394,11 +390,11 @@ impl<'a> Auditor<'a> {
     /// One summary line for everything that no module claims.
     fn unknown_tensors(&mut self) {
         let known = |name: &String| {
-            self.expected.contains(name)
-                || self.manifest.unused_suffixes.iter().any(|suffix| name.ends_with(suffix))
+            self.manifest.unused_suffixes.iter().any(|suffix| name.ends_with(suffix))
         };
+        let unclaimed = self.checkpoint.tensors.iter().filter(|(_, t)| !self.claimed[t.number]);
         let mut unknown: Vec<&String> =
-            self.checkpoint.tensors.keys().filter(|name| !known(name)).collect();
+            unclaimed.map(|(name, _)| name).filter(|name| !known(name)).collect();
         if unknown.is_empty() {
             return;
         }
@@ -430,14 +426,16 @@ fn mtp_layer(geometry: &Geometry) -> usize {
 fn layout(manifest: &Manifest, geometry: &Geometry, modules: &HashMap<String, Resolved>) -> String {
     let mut by_group: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for resolved in modules.values() {
-        let group = manifest.entries[resolved.module.entry].group.as_str();
+        let mut group = manifest.entries[resolved.module.entry].group.as_str();
         // Norms and the router are never quantised, so they say nothing about a layout.
         if group == "norm" || group == "router" {
             continue;
         }
-        let in_mtp = resolved.module.layer.is_some_and(|layer| geometry.layers[layer].mtp);
+        if resolved.module.layer.is_some_and(|layer| geometry.layers[layer].mtp) {
+            group = "mtp";
+        }
         let format = manifest.formats[resolved.format].name.as_str();
-        by_group.entry(if in_mtp { "mtp" } else { group }).or_default().insert(format);
+        by_group.entry(group).or_default().insert(format);
     }
     let word = |formats: &BTreeSet<&str>| formats.iter().copied().collect::<Vec<_>>().join("+");
     let mut groups_per_word: BTreeMap<String, Vec<&str>> = BTreeMap::new();

@@ -1,5 +1,6 @@
 //! An opened checkpoint: its shards mapped, their headers read, the index compared with them.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,6 +20,8 @@ const INDEX: &str = "model.safetensors.index.json";
 /// Where a tensor lies and what it is.
 #[derive(Debug, Clone)]
 pub struct TensorRef {
+    /// Counts the tensors of a checkpoint.
+    pub number: usize,
     /// Index into [`Checkpoint::shards`].
     pub shard: usize,
     /// Dtype from the header.
@@ -100,8 +103,12 @@ impl Checkpoint {
             problems,
             lost: HashSet::new(),
         };
+        let opened = open_all(&checkpoint.source, &wanted);
+        // All at once: a map that grows hashes every name again.
+        let headers = opened.iter().flatten();
+        checkpoint.tensors.reserve(headers.map(|(_, header)| header.tensors.len()).sum());
         let mut unreadable = HashSet::new();
-        for (name, opened) in wanted.iter().zip(open_all(&checkpoint.source, &wanted)) {
+        for (name, opened) in wanted.iter().zip(opened) {
             match opened {
                 Ok((bytes, header)) => checkpoint.add_shard(name, bytes, header),
                 Err(problem) => {
@@ -130,28 +137,32 @@ impl Checkpoint {
 
     /// Name of a tensor, found by its place; for messages only, as it searches.
     pub fn name_of(&self, tensor: &TensorRef) -> Option<&str> {
-        let same = |found: &TensorRef| found.shard == tensor.shard && found.range == tensor.range;
-        self.tensors.iter().find(|(_, found)| same(found)).map(|(name, _)| name.as_str())
+        let mut tensors = self.tensors.iter();
+        tensors.find(|(_, found)| found.number == tensor.number).map(|(name, _)| name.as_str())
     }
 
     fn add_shard(&mut self, name: &str, bytes: Bytes, header: ShardHeader) {
         let shard = self.shards.len();
         self.shards.push(Shard { name: name.to_owned(), bytes });
-        self.tensors.reserve(header.tensors.len());
         for (tensor, info) in header.tensors {
             let (start, end) = info.data_offsets;
             let range = header.data_start + start..header.data_start + end;
-            let found = TensorRef { shard, dtype: info.dtype, shape: info.shape, range };
-            if let Some(first) = self.tensors.insert(tensor.clone(), found) {
-                self.problems.push(Problem {
+            let number = self.tensors.len();
+            let found = TensorRef { number, shard, dtype: info.dtype, shape: info.shape, range };
+            match self.tensors.entry(tensor) {
+                Entry::Vacant(place) => drop(place.insert(found)),
+                Entry::Occupied(first) => self.problems.push(Problem {
                     kind: "duplicate_tensor",
                     severity: Severity::Error,
                     file: self.source.display(name),
-                    tensor: Some(tensor),
+                    tensor: Some(first.key().clone()),
                     expected: "one shard that holds it".into(),
-                    found: format!("a second copy, the first is in {}", self.file_of(&first)),
+                    found: format!(
+                        "a second copy, the first is in {}",
+                        self.shards[first.get().shard].name
+                    ),
                     fix: "remove the shard that does not belong to this checkpoint".into(),
-                });
+                }),
             }
         }
     }
@@ -171,8 +182,9 @@ impl Checkpoint {
                 .into(),
         };
         let mut problems = Vec::new();
+        let mut listed = 0;
         for (tensor, shard) in &index.weight_map {
-            if unreadable.contains(shard.as_str()) {
+            if !unreadable.is_empty() && unreadable.contains(shard.as_str()) {
                 self.lost.insert(tensor.clone());
                 continue;
             }
@@ -183,23 +195,28 @@ impl Checkpoint {
                     format!("in {shard}, as the index says"),
                     "no shard has it".into(),
                 )),
-                Some(found) if self.shards[found.shard].name != *shard => problems.push(stale(
-                    "index_wrong_shard",
-                    tensor,
-                    format!("in {shard}, as the index says"),
-                    format!("in {}", self.shards[found.shard].name),
-                )),
-                Some(_) => {}
+                Some(found) => {
+                    listed += 1;
+                    let home = &self.shards[found.shard].name;
+                    if home != shard {
+                        let expected = format!("in {shard}, as the index says");
+                        let found = format!("in {home}");
+                        problems.push(stale("index_wrong_shard", tensor, expected, found));
+                    }
+                }
             }
         }
-        for (tensor, found) in &self.tensors {
-            if !index.weight_map.contains_key(tensor) {
-                problems.push(stale(
-                    "index_stale",
-                    tensor,
-                    "listed in the index".into(),
-                    format!("only in {}", self.shards[found.shard].name),
-                ));
+        // Only then is it worth to look up hundreds of thousands of names once more.
+        if listed < self.tensors.len() {
+            for (tensor, found) in &self.tensors {
+                if !index.weight_map.contains_key(tensor) {
+                    problems.push(stale(
+                        "index_stale",
+                        tensor,
+                        "listed in the index".into(),
+                        format!("only in {}", self.shards[found.shard].name),
+                    ));
+                }
             }
         }
         let total: usize = self.tensors.values().map(|tensor| tensor.range.len()).sum();

@@ -235,9 +235,9 @@ impl Manifest {
         Ok(modules)
     }
 
-    /// The formats that `entry` may be stored in.
-    pub fn formats_of<'a>(&'a self, entry: &'a Entry) -> impl Iterator<Item = &'a Format> {
-        self.formats.iter().filter(|format| match &entry.formats {
+    /// The formats that `entry` may be stored in, with their index.
+    pub fn formats_of(&self, entry: &Entry) -> impl Iterator<Item = (usize, &Format)> {
+        self.formats.iter().enumerate().filter(|(_, format)| match &entry.formats {
             Allowed::Linear(_) => true,
             Allowed::Named(names) => names.contains(&format.name),
         })

@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::ops::{Deref, Range};
 use std::path::Path;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Once};
 
 use crate::error::{Error, Result};
@@ -158,6 +158,14 @@ extern "C" fn on_sigbus(
         unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
         return;
     };
+    // Ranks read on threads of their own: the first to fault reports, the others wait for the end.
+    static REPORTED: AtomicBool = AtomicBool::new(false);
+    if REPORTED.swap(true, Ordering::AcqRel) {
+        loop {
+            // SAFETY: pause() is async-signal-safe.
+            unsafe { libc::pause() };
+        }
+    }
     let name = region.name.load(Ordering::Relaxed);
     // SAFETY: names are leaked Strings that are never freed or changed.
     let name: &[u8] = unsafe { name.as_ref() }.map_or(b"a mapped file", |name| name.as_bytes());

@@ -21,7 +21,7 @@ pub use demo::{demo, demo_eagle3};
 pub use formats::{Matrix, Slice, decode_e4m3};
 pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
 pub use header::{ShardHeader, read_header};
-pub use manifest::{Entry, Format, Geometry, LayerShape, Manifest, Module, PartShape, Role};
+pub use manifest::{Axis, Entry, Format, Geometry, LayerShape, Manifest, Module, PartShape, Role};
 pub use mmap::Bytes;
 pub use scales::{check_scales, scale_bytes};
 pub use source::{EmbeddedFile, Source};

@@ -66,8 +66,9 @@ fn check(
             let (values, _) = bytes.as_chunks::<4>();
             let mut values = values.iter().map(|value| f32::from_le_bytes(*value));
             let usable = |value: f32| {
-                // A reciprocal of zero would be infinite.
-                value.is_finite() && (role != Role::GlobalScaleReciprocal || value != 0.0)
+                // The reciprocal of zero, or of next to nothing, is infinite.
+                let reciprocal = role == Role::GlobalScaleReciprocal;
+                value.is_finite() && (!reciprocal || (1.0 / value).is_finite())
             };
             values.by_ref().enumerate().find(|(_, value)| !usable(*value))?
         }
