@@ -9,5 +9,6 @@ pub mod doctor;
 pub mod engine;
 pub mod error;
 pub mod model;
+pub mod spec;
 pub mod text;
 pub mod weights;

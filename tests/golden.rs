@@ -45,6 +45,7 @@ fn greedy(engine: &mut Engine, prompt: &[u32], max_tokens: usize) -> Vec<u32> {
         sampling: Sampling::GREEDY,
         stop_ids: &[],
         keep_logits: false,
+        speculate: false,
     };
     engine.generate(&request, |_| Ok(Flow::Continue)).expect("the prompt runs").tokens
 }

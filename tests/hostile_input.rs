@@ -274,6 +274,7 @@ proptest! {
                     sampling: Sampling::GREEDY,
                     stop_ids: &[],
                     keep_logits: false,
+                    speculate: false,
                 };
                 if let Err(error) = engine.generate(&request, |_| Ok(Flow::Continue)) {
                     check_error(&error, "");

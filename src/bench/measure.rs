@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::workload::{Prompt, PromptText};
-use crate::engine::{Engine, Flow, Generation, Request, Sampling};
+use crate::engine::{Engine, Flow, Generation, Request, Round, Sampling};
 use crate::error::Result;
 use crate::text::TemplateOptions;
 
@@ -37,8 +37,8 @@ pub struct Run {
     pub completion_tokens: usize,
     /// Time to first token.
     pub time_to_first_token: Duration,
-    /// Time of every decode step after the first token.
-    pub step_times: Vec<Duration>,
+    /// The rounds after the first token.
+    pub rounds: Vec<Round>,
 }
 
 /// Tokens of the warm-up run, which maps the weights and fills the caches.
@@ -47,7 +47,7 @@ const WARM_UP_TOKENS: usize = 16;
 impl Run {
     /// Time from the first token to the last.
     pub fn decode_time(&self) -> Duration {
-        self.step_times.iter().sum()
+        self.rounds.iter().map(|round| round.draft + round.verify).sum()
     }
 
     /// Decode tokens per second; `None` if there was one token only.
@@ -75,6 +75,7 @@ pub fn measure(engine: &mut Engine, plan: &Plan, mut done: impl FnMut()) -> Resu
             sampling: Sampling::GREEDY,
             stop_ids: &stop_ids,
             keep_logits: false,
+            speculate: false,
         };
         engine.generate(&request, |_| Ok(Flow::Continue))
     };
@@ -91,7 +92,7 @@ pub fn measure(engine: &mut Engine, plan: &Plan, mut done: impl FnMut()) -> Resu
             prompt_tokens: ids.len(),
             completion_tokens: generation.tokens.len(),
             time_to_first_token: generation.time_to_first_token,
-            step_times: generation.step_times,
+            rounds: generation.rounds,
         });
         done();
     }

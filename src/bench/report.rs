@@ -142,8 +142,8 @@ fn throughput(runs: &[&Run]) -> Option<Interval> {
 fn steps_per_second(runs: &[&Run]) -> Option<f64> {
     let rates: Vec<f64> = runs
         .iter()
-        .filter(|run| !run.step_times.is_empty())
-        .map(|run| run.step_times.len() as f64 / run.decode_time().as_secs_f64())
+        .filter(|run| !run.rounds.is_empty())
+        .map(|run| run.rounds.len() as f64 / run.decode_time().as_secs_f64())
         .collect();
     percentile(&rates, 50.0)
 }
@@ -153,7 +153,7 @@ fn first_token_milliseconds(runs: &[&Run]) -> Vec<f64> {
 }
 
 fn step_milliseconds(runs: &[&Run]) -> Vec<f64> {
-    runs.iter().flat_map(|run| &run.step_times).map(|step| step.as_secs_f64() * 1e3).collect()
+    runs.iter().flat_map(|run| &run.rounds).map(|round| round.verify.as_secs_f64() * 1e3).collect()
 }
 
 fn summary(runs: &[&Run]) -> Value {
@@ -183,7 +183,7 @@ fn run_json(run: &Run) -> Value {
         "prompt_tokens": run.prompt_tokens,
         "completion_tokens": run.completion_tokens,
         "seconds": seconds,
-        "steps": run.step_times.len(),
+        "steps": run.rounds.len(),
         "output_throughput": run.output_throughput(),
         "ttft_ms": run.time_to_first_token.as_secs_f64() * 1e3,
         "tpot_ms": tpot,

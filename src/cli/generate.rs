@@ -213,9 +213,11 @@ impl GenerateCommand {
                 temperature: self.temperature,
                 top_p: self.top_p.unwrap_or(default_top_p),
                 seed,
+                ..Sampling::GREEDY
             },
             stop_ids: &stop_ids,
             keep_logits: self.logits.is_some(),
+            speculate: true,
         };
         let thinking = !self.raw && self.tokens.is_none() && !self.no_think;
         let mut output = match &text {
@@ -294,11 +296,11 @@ fn milliseconds(duration: Duration) -> f64 {
 }
 
 fn report(answer: &SplitText, prompt: &[u32], generation: &Generation, seed: u64) -> Value {
-    let decode: Duration = generation.step_times.iter().sum();
-    let steps = generation.step_times.len();
+    let decode = generation.decode_time();
+    let stats = generation.stats();
     let per_second = match decode.is_zero() {
         true => Value::Null,
-        false => json!(steps as f64 / decode.as_secs_f64()),
+        false => json!(stats.tokens as f64 / decode.as_secs_f64()),
     };
     json!({
         "text": answer.answer,
@@ -314,7 +316,10 @@ fn report(answer: &SplitText, prompt: &[u32], generation: &Generation, seed: u64
         "timings": {
             "ttft_ms": milliseconds(generation.time_to_first_token),
             "decode_ms": milliseconds(decode),
-            "steps": steps,
+            "steps": stats.rounds,
+            "draft_n": stats.drafted.iter().sum::<usize>(),
+            "draft_n_accepted": stats.accepted.iter().sum::<usize>(),
+            "acceptance_length": stats.acceptance_length(),
             "output_throughput": per_second,
         },
     })

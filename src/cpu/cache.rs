@@ -18,8 +18,8 @@ pub struct LayerCache {
 }
 
 impl KvCache {
-    /// Room for `parallel` sequences of `context` tokens.
-    pub fn new(config: &ModelConfig, context: usize, parallel: usize) -> Self {
+    /// Room for `parallel` sequences of `context` tokens in the first `layers` layers.
+    pub fn new(config: &ModelConfig, layers: usize, context: usize, parallel: usize) -> Self {
         let layer = |index: usize| LayerCache {
             latents: vec![0.0; context * latent_width(config)],
             index_keys: match config.layers[index].indexer {
@@ -27,7 +27,7 @@ impl KvCache {
                 false => Vec::new(),
             },
         };
-        let sequence = |_| (0..config.num_hidden_layers).map(layer).collect();
+        let sequence = |_| (0..layers).map(layer).collect();
         Self { sequences: (0..parallel).map(sequence).collect() }
     }
 

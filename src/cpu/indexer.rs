@@ -11,7 +11,7 @@ pub fn score_keys(rank: &mut CpuRank, layer: usize) {
     let mut products = vec![0.0; heads];
     buffers.scores.resize_with(buffers.rows.len(), Vec::new);
     for (r, row) in buffers.rows.iter().enumerate() {
-        let visible = row.position + 1;
+        let visible = row.position + 1 - row.first;
         let scores = &mut buffers.scores[r];
         scores.clear();
         if visible <= config.index_topk {
@@ -20,7 +20,8 @@ pub fn score_keys(rank: &mut CpuRank, layer: usize) {
         let cache = rank.cache.layer(row.sequence, layer);
         let queries = &buffers.index_queries[r * heads * dim..][..heads * dim];
         let weights = &buffers.index_weights[r * heads..][..heads];
-        scores.extend(cache.index_keys.chunks_exact(dim).take(visible).map(|key| {
+        let keys = cache.index_keys.chunks_exact(dim).skip(row.first).take(visible);
+        scores.extend(keys.map(|key| {
             dot_rows(queries, key, &mut products);
             products
                 .iter()
@@ -36,8 +37,8 @@ pub fn select_keys(rank: &mut CpuRank) {
     let index_topk = rank.config.index_topk;
     let buffers = &mut rank.buffers;
     let select = |(row, scores): (&crate::model::Row, &Vec<f32>)| match scores.is_empty() {
-        true => (0..=row.position).collect(),
-        false => top_k(scores, index_topk),
+        true => (row.first..=row.position).collect(),
+        false => top_k(scores, index_topk).into_iter().map(|t| row.first + t).collect(),
     };
     buffers.selected = buffers.rows.iter().zip(&buffers.scores).map(select).collect();
 }

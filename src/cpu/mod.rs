@@ -4,12 +4,16 @@
 
 mod attention;
 mod cache;
+mod drafter;
+mod eagle3;
+mod features;
 mod head;
 mod indexer;
 mod mlp;
+mod mtp;
 mod ops;
 mod rank;
 mod ranks;
 mod residual;
 
-pub use ranks::{CpuOptions, CpuRanks, cache_bytes};
+pub use ranks::{CpuOptions, CpuRanks, DraftModel, cache_bytes};

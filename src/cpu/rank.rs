@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::cache::KvCache;
+use super::drafter::Drafter;
 use super::ops::Rope;
 use super::{attention, head, indexer, mlp, residual};
 use crate::comm::SharedMemory;
@@ -18,6 +19,8 @@ pub struct CpuRank {
     pub(super) rope: Rope,
     /// Ids from here on are padding rows of lm_head, never an arg-max.
     pub(super) vocab_limit: usize,
+    /// The drafter with what the target leaves for it, if there is one.
+    pub(super) drafter: Option<Drafter>,
     pub(super) buffers: Buffers,
 }
 
@@ -27,6 +30,8 @@ pub struct CpuRank {
 pub struct Buffers {
     /// The step's rows.
     pub rows: Vec<Row>,
+    /// The rows are the target's, so their features are kept for the drafter.
+    pub capture: bool,
     /// (cos, sin) of each row's position, `[n][qk_rope_head_dim / 2]`
     pub angles: Vec<Vec<(f32, f32)>>,
     /// `[n, hidden_size]`

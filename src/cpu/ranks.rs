@@ -5,12 +5,22 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use super::cache::{KvCache, latent_width};
+use super::drafter::{Drafter, DrafterKind};
+use super::eagle3::{Eagle3, entry_width};
+use super::features::Features;
+use super::mtp::Mtp;
 use super::ops::Rope;
 use super::rank::{Buffers, CpuRank};
 use crate::comm::SharedMemory;
 use crate::error::{Error, Result};
-use crate::model::{ModelConfig, RowResult, Step, Weights, forward};
+use crate::model::{
+    Backend, Draft, Drafted, Eagle3Head, FeatureSource, ModelConfig, ModelParams, MtpParams,
+    RowResult, Step, Weights, draft, forward,
+};
 use crate::weights::Slice;
+
+/// Positions whose features are kept for a drafter. A drafter that has missed more begins anew.
+pub const FEATURE_POSITIONS: usize = 512;
 
 /// Settings that the ranks are built for.
 #[derive(Debug, Clone, Copy)]
@@ -25,21 +35,50 @@ pub struct CpuOptions {
     pub vocab_limit: usize,
 }
 
+/// What the ranks draft with.
+pub enum DraftModel {
+    /// Nothing.
+    None,
+    /// The checkpoint's MTP layer.
+    Mtp,
+    /// An EAGLE-3 head.
+    Eagle3(Box<Eagle3Head>),
+}
+
+/// What the ranks are asked to run.
+enum Job {
+    Step(Step),
+    Draft(Draft),
+}
+
+enum Answer {
+    Step(Result<Vec<RowResult>>),
+    Draft(Result<Vec<Drafted>>),
+}
+
 /// The running ranks.
 pub struct CpuRanks {
-    steps: Vec<Sender<Arc<Step>>>,
-    results: Receiver<Result<Vec<RowResult>>>,
+    jobs: Vec<Sender<Arc<Job>>>,
+    answers: Receiver<Answer>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// Bytes of the KV caches of all ranks.
-pub fn cache_bytes(config: &ModelConfig, options: &CpuOptions) -> usize {
-    let layers = &config.layers[..config.num_hidden_layers];
+/// Bytes of the KV caches of all ranks, a drafter's included.
+pub fn cache_bytes(config: &ModelConfig, options: &CpuOptions, draft: &DraftModel) -> usize {
+    let layers = &config.layers[..layers_with(config, draft)];
     let indexers = layers.iter().filter(|layer| layer.indexer).count();
-    let floats = layers.len() * latent_width(config) + indexers * config.index_head_dim;
+    let mut floats = layers.len() * latent_width(config) + indexers * config.index_head_dim;
+    if let DraftModel::Eagle3(head) = draft {
+        floats += entry_width(&head.config, options.tp);
+    }
     [options.context, options.parallel, options.tp, size_of::<f32>()]
         .iter()
         .fold(floats, |bytes, factor| bytes.saturating_mul(*factor))
+}
+
+/// Layers that have a cache.
+fn layers_with(config: &ModelConfig, draft: &DraftModel) -> usize {
+    config.num_hidden_layers + usize::from(matches!(draft, DraftModel::Mtp))
 }
 
 impl CpuRanks {
@@ -50,51 +89,117 @@ impl CpuRanks {
     pub fn start(
         config: &Arc<ModelConfig>,
         weights: &Weights,
+        draft: &DraftModel,
         options: CpuOptions,
     ) -> Result<Self> {
-        let (result_sender, results) = channel();
-        let mut ranks = Self { steps: Vec::new(), results, threads: Vec::new() };
+        let (answer_sender, answers) = channel();
+        let mut ranks = Self { jobs: Vec::new(), answers, threads: Vec::new() };
         for comm in SharedMemory::group(options.tp) {
             let index = comm.rank();
+            let slice = Slice { index, of: options.tp };
+            let mut params = weights.params(config, slice)?;
+            let drafter = start_drafter(config, weights, &mut params, draft, slice, &options)?;
             let rank = CpuRank {
-                params: weights.params(config, Slice { index, of: options.tp })?,
-                cache: KvCache::new(config, options.context, options.parallel),
+                params,
+                cache: KvCache::new(
+                    config,
+                    layers_with(config, draft),
+                    options.context,
+                    options.parallel,
+                ),
                 rope: Rope::new(config.qk_rope_head_dim, config.rope_theta),
                 vocab_limit: options.vocab_limit.min(config.vocab_size),
+                drafter,
                 buffers: Buffers::default(),
                 config: config.clone(),
                 comm,
             };
-            let (sender, steps) = channel();
+            let (sender, jobs) = channel();
             // All ranks compute the same results; rank 0 answers.
-            let answer = (index == 0).then(|| result_sender.clone());
+            let answer = (index == 0).then(|| answer_sender.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("rank {index}"))
-                .spawn(move || run(rank, &steps, answer.as_ref()))
+                .spawn(move || run(rank, &jobs, answer.as_ref()))
                 .map_err(|e| Error::runtime(format!("cannot start rank {index}: {e}")))?;
-            ranks.steps.push(sender);
+            ranks.jobs.push(sender);
             ranks.threads.push(thread);
         }
         Ok(ranks)
     }
 
-    /// Runs one step on all ranks.
-    ///
-    /// # Errors
-    /// Runtime error if a rank ended.
-    pub fn step(&mut self, step: Step) -> Result<Vec<RowResult>> {
-        let ended = |_| Error::runtime("a rank ended; its message is above".to_owned());
-        let step = Arc::new(step);
-        for rank in &self.steps {
-            rank.send(step.clone()).map_err(|_| ended(()))?;
+    fn run(&mut self, job: Job) -> Result<Answer> {
+        let ended = || Error::runtime("a rank ended; its message is above");
+        let job = Arc::new(job);
+        for rank in &self.jobs {
+            rank.send(job.clone()).map_err(|_| ended())?;
         }
-        self.results.recv().map_err(|_| ended(()))?
+        self.answers.recv().map_err(|_| ended())
+    }
+}
+
+impl Backend for CpuRanks {
+    fn step(&mut self, step: Step) -> Result<Vec<RowResult>> {
+        match self.run(Job::Step(step))? {
+            Answer::Step(results) => results,
+            Answer::Draft(_) => Err(Error::runtime("a step was answered with a draft")),
+        }
+    }
+
+    fn draft(&mut self, draft: Draft) -> Result<Vec<Drafted>> {
+        match self.run(Job::Draft(draft))? {
+            Answer::Draft(drafted) => drafted,
+            Answer::Step(_) => Err(Error::runtime("a draft was answered with a step")),
+        }
+    }
+
+    fn feature_positions(&self) -> usize {
+        FEATURE_POSITIONS
+    }
+}
+
+/// The drafter of a rank; the MTP layer's decoder layer goes behind the target's.
+fn start_drafter(
+    config: &Arc<ModelConfig>,
+    weights: &Weights,
+    params: &mut ModelParams,
+    draft: &DraftModel,
+    slice: Slice,
+    options: &CpuOptions,
+) -> Result<Option<Drafter>> {
+    let features = |source: FeatureSource| {
+        Features::new(source, config.hidden_size, FEATURE_POSITIONS, options.parallel)
+    };
+    match draft {
+        DraftModel::None => Ok(None),
+        DraftModel::Mtp => {
+            let MtpParams { enorm, hnorm, eh_proj, layer, shared_head_norm } =
+                weights.mtp(config, slice)?;
+            params.layers.push(layer);
+            params.shared_head_norm = shared_head_norm;
+            Ok(Some(Drafter {
+                features: features(FeatureSource::FinalNorm),
+                kind: DrafterKind::Mtp(Box::new(Mtp { enorm, hnorm, eh_proj })),
+            }))
+        }
+        DraftModel::Eagle3(head) => {
+            let eagle3 = Eagle3::new(
+                Arc::new(head.config.clone()),
+                head.params(config, slice)?,
+                head.draft_to_target.clone().map(Arc::new),
+                slice.of,
+                (options.context, options.parallel),
+            );
+            Ok(Some(Drafter {
+                features: features(FeatureSource::Boundaries(head.config.boundaries.clone())),
+                kind: DrafterKind::Eagle3(Box::new(eagle3)),
+            }))
+        }
     }
 }
 
 impl Drop for CpuRanks {
     fn drop(&mut self) {
-        self.steps.clear();
+        self.jobs.clear();
         for thread in self.threads.drain(..) {
             // A rank that panicked has printed its message.
             let _ = thread.join();
@@ -102,14 +207,13 @@ impl Drop for CpuRanks {
     }
 }
 
-fn run(
-    mut rank: CpuRank,
-    steps: &Receiver<Arc<Step>>,
-    answer: Option<&Sender<Result<Vec<RowResult>>>>,
-) {
+fn run(mut rank: CpuRank, jobs: &Receiver<Arc<Job>>, answer: Option<&Sender<Answer>>) {
     let config = rank.config.clone();
-    while let Ok(step) = steps.recv() {
-        let result = forward(&mut rank, &config, &step);
+    while let Ok(job) = jobs.recv() {
+        let result = match &*job {
+            Job::Step(step) => Answer::Step(forward(&mut rank, &config, step)),
+            Job::Draft(request) => Answer::Draft(draft(&mut rank, request)),
+        };
         if let Some(answer) = answer
             && answer.send(result).is_err()
         {

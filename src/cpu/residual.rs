@@ -10,6 +10,7 @@ pub fn embed(rank: &mut CpuRank, step: &Step) {
     let count = step.rows.len();
     let buffers = &mut rank.buffers;
     buffers.rows.clone_from(&step.rows);
+    buffers.capture = true;
     buffers.angles = step.rows.iter().map(|row| rank.rope.angles(row.position)).collect();
     clear(&mut buffers.residual, count * hidden);
     clear(&mut buffers.normed, count * hidden);
@@ -32,14 +33,26 @@ pub fn reduce_norm(rank: &mut CpuRank, norm: Norm) -> Result<()> {
             *sum += partial;
         }
     })?;
+    let boundary = match norm {
+        Norm::Input(layer) => Some(layer),
+        Norm::Final => Some(rank.config.num_hidden_layers),
+        Norm::PostAttention(_) | Norm::SharedHead => None,
+    };
+    if let (true, Some(drafter), Some(boundary)) = (buffers.capture, &mut rank.drafter, boundary) {
+        drafter.features.keep_boundary(boundary, &buffers.rows, &buffers.residual);
+    }
     let gain = match norm {
         Norm::Input(layer) => &rank.params.layers[layer].input_layernorm,
         Norm::PostAttention(layer) => &rank.params.layers[layer].post_attention_layernorm,
         Norm::Final => &rank.params.norm,
+        Norm::SharedHead => &rank.params.shared_head_norm,
     };
     let rows = buffers.residual.chunks_exact(hidden);
     for (x, y) in rows.zip(buffers.normed.chunks_exact_mut(hidden)) {
         rms_norm(x, gain, rank.config.rms_norm_eps, y);
+    }
+    if let (Norm::Final, Some(drafter)) = (norm, &mut rank.drafter) {
+        drafter.features.keep_final(&buffers.rows, &buffers.normed);
     }
     Ok(())
 }

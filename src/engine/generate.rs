@@ -1,4 +1,5 @@
-//! The decode loop: prefill, then one token a step until a stop rule.
+//! The decode loop: prefill, then rounds of propose, verify, accept (`spec`), until a stop rule.
+//! Without a drafter every round has no guesses, which is plain decoding.
 
 use std::time::{Duration, Instant};
 
@@ -6,6 +7,10 @@ use super::Engine;
 use super::sampler::Sampling;
 use crate::error::{Error, Result};
 use crate::model::{Output, RowResult};
+use crate::spec::{
+    Guess, History, ModelDrafter, Policy, Proposer, RoundCost, SpeculationStats, is_accepted,
+    verify,
+};
 
 /// What to generate.
 #[derive(Debug, Clone)]
@@ -20,6 +25,8 @@ pub struct Request<'a> {
     pub stop_ids: &'a [u32],
     /// Keep the logits of every position that was run.
     pub keep_logits: bool,
+    /// Guess ahead with the engine's drafter, if it has one. The text does not depend on it.
+    pub speculate: bool,
 }
 
 /// Why the output ended.
@@ -50,6 +57,21 @@ pub enum Flow {
     Stop,
 }
 
+/// One round after the first token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Round {
+    /// Guesses made.
+    pub drafted: usize,
+    /// Guesses that were right.
+    pub accepted: usize,
+    /// Tokens that came out; fewer than accepted + 1 only where the output ended.
+    pub tokens: usize,
+    /// Time of the draft.
+    pub draft: Duration,
+    /// Time of the verify step.
+    pub verify: Duration,
+}
+
 /// What was generated.
 #[derive(Debug, Clone)]
 pub struct Generation {
@@ -59,11 +81,29 @@ pub struct Generation {
     pub finish: Finish,
     /// From the start to the first token.
     pub time_to_first_token: Duration,
-    /// Time of each decode step after the first token.
-    pub step_times: Vec<Duration>,
+    /// The rounds after the first token.
+    pub rounds: Vec<Round>,
     /// `[positions][vocab_size]`, if asked for: the prompt's positions, then the generated ones
     /// that were run (all but the last token).
     pub logits: Vec<Vec<f32>>,
+}
+
+impl Generation {
+    /// Time after the first token.
+    pub fn decode_time(&self) -> Duration {
+        self.rounds.iter().map(|round| round.draft + round.verify).sum()
+    }
+
+    /// What speculation did.
+    pub fn stats(&self) -> SpeculationStats {
+        let mut stats = SpeculationStats::default();
+        for round in &self.rounds {
+            stats.add_round(round.drafted, round.accepted, round.tokens);
+            stats.draft_time += round.draft;
+            stats.verify_time += round.verify;
+        }
+        stats
+    }
 }
 
 impl Engine {
@@ -74,6 +114,28 @@ impl Engine {
     pub fn generate(
         &mut self,
         request: &Request,
+        on_token: impl FnMut(u32) -> Result<Flow>,
+    ) -> Result<Generation> {
+        let mut drafter = ModelDrafter::default();
+        if !request.speculate || self.drafter.is_none() {
+            return self.generate_with(request, &mut drafter, &mut Policy::Fixed(0), on_token);
+        }
+        let mut policy = self.policy.clone();
+        let generation = self.generate_with(request, &mut drafter, &mut policy, on_token);
+        // What was learnt serves the next request.
+        self.policy = policy;
+        generation
+    }
+
+    /// As [`Engine::generate`], with any proposer and policy.
+    ///
+    /// # Errors
+    /// As [`Engine::generate`].
+    pub fn generate_with(
+        &mut self,
+        request: &Request,
+        proposer: &mut dyn Proposer,
+        policy: &mut Policy,
         mut on_token: impl FnMut(u32) -> Result<Flow>,
     ) -> Result<Generation> {
         if request.prompt.is_empty() {
@@ -81,58 +143,151 @@ impl Engine {
         }
         let start = Instant::now();
         let mut session = self.session()?;
-        let last = request.prompt.len() - 1;
-        let wanted = match request.keep_logits || !request.sampling.is_greedy() {
+        let output = match request.keep_logits || request.sampling.needs_logits() {
             true => Output::Logits,
             false => Output::ArgMax,
         };
-        let mut results = self.extend(&mut session, request.prompt, |i| {
-            if i == last || request.keep_logits { wanted } else { Output::None }
-        })?;
-        let mut generation = Generation {
-            tokens: Vec::new(),
-            finish: Finish::Length,
-            time_to_first_token: Duration::ZERO,
-            step_times: Vec::new(),
+        let mut run = Run {
+            request,
+            vocabulary: self.limits.vocab_limit,
+            tokens: request.prompt.to_vec(),
+            ended: (request.max_tokens == 0).then_some(Finish::Length),
             logits: Vec::new(),
         };
-        while generation.tokens.len() < request.max_tokens {
-            let Some(result) = results.last() else {
-                return Err(Error::runtime("a step returned no result for its last row"));
+        let last = request.prompt.len() - 1;
+        let mut results = Vec::new();
+        for (i, chunk) in request.prompt.chunks(self.limits.prefill_chunk).enumerate() {
+            let first = i * self.limits.prefill_chunk;
+            let wanted = |row: usize| match first + row == last || request.keep_logits {
+                true => output,
+                false => Output::None,
             };
-            let token = self.choose(request.sampling, result, generation.tokens.len());
-            generation.tokens.push(token);
-            if generation.tokens.len() == 1 {
-                generation.time_to_first_token = start.elapsed();
+            results = self.extend(&mut session, chunk, wanted)?;
+            if policy.is_active() && session.len() < request.prompt.len() {
+                let history = History {
+                    sequence: session.sequence(),
+                    tokens: request.prompt,
+                    cached: session.len(),
+                };
+                proposer.follow(&mut self.ranks, history)?;
             }
-            let ended = request.stop_ids.contains(&token);
-            if ended || on_token(token)? == Flow::Stop {
-                generation.finish = Finish::Stop;
+            if session.len() < request.prompt.len() {
+                run.keep(results.drain(..));
+            }
+        }
+        let prompt_result = results.pop();
+        run.keep(results.into_iter());
+        let Some(prompt_result) = prompt_result else {
+            return Err(Error::runtime("a step returned no result for its last row"));
+        };
+        if run.ended.is_none() {
+            run.choose(&prompt_result, &mut on_token)?;
+        }
+        run.keep([prompt_result].into_iter());
+        let time_to_first_token = start.elapsed();
+
+        let mut rounds = Vec::new();
+        while run.ended.is_none() {
+            if session.len() == self.limits.context {
+                run.ended = Some(Finish::Length);
                 break;
             }
-            // The last token needs no step of its own.
-            if generation.tokens.len() == request.max_tokens || session.len() == self.limits.context
-            {
-                break;
+            let room = (request.max_tokens - run.generated() - 1)
+                .min(self.limits.context - session.len() - 1);
+            let started = Instant::now();
+            let guesses: Vec<Guess> = match policy.choose().min(room) {
+                0 => Vec::new(),
+                count => {
+                    let history = History {
+                        sequence: session.sequence(),
+                        tokens: &run.tokens,
+                        cached: session.len(),
+                    };
+                    let mut guesses = proposer.propose(&mut self.ranks, history, count)?;
+                    guesses.truncate(count);
+                    guesses
+                }
+            };
+            let draft = started.elapsed();
+            let pending = run.tokens[run.tokens.len() - 1];
+            let position = session.len();
+            let started = Instant::now();
+            let results =
+                verify(&mut self.ranks, session.sequence(), position, pending, &guesses, output)?;
+            let verify = started.elapsed();
+
+            let mut round = Round { drafted: guesses.len(), accepted: 0, tokens: 0, draft, verify };
+            for (row, result) in results.into_iter().enumerate() {
+                session.commit(1);
+                let chosen = run.choose(&result, &mut on_token)?;
+                run.keep([result].into_iter());
+                round.tokens += 1;
+                let accepted = is_accepted(&guesses, row, chosen);
+                round.accepted += usize::from(accepted);
+                if !accepted || run.ended.is_some() {
+                    break;
+                }
             }
-            if request.keep_logits {
-                generation.logits.extend(results.drain(..).map(|result| result.logits));
+            // A round that the end cut short says nothing about the guesses behind.
+            if run.ended.is_none() {
+                let Round { drafted, accepted, .. } = round;
+                policy.observe(RoundCost { drafted, accepted, verify, draft });
             }
-            let step = Instant::now();
-            results = self.extend(&mut session, &[token], |_| wanted)?;
-            generation.step_times.push(step.elapsed());
+            rounds.push(round);
         }
-        if request.keep_logits {
-            generation.logits.extend(results.drain(..).map(|result| result.logits));
-        }
-        Ok(generation)
+        Ok(Generation {
+            finish: run.ended.unwrap_or(Finish::Length),
+            time_to_first_token,
+            rounds,
+            logits: run.logits,
+            tokens: run.tokens.split_off(request.prompt.len()),
+        })
+    }
+}
+
+/// The state of a generation: its tokens, and whether it has ended.
+struct Run<'a> {
+    request: &'a Request<'a>,
+    /// Ids from here on are never chosen.
+    vocabulary: usize,
+    /// Prompt and output.
+    tokens: Vec<u32>,
+    ended: Option<Finish>,
+    logits: Vec<Vec<f32>>,
+}
+
+impl Run<'_> {
+    fn generated(&self) -> usize {
+        self.tokens.len() - self.request.prompt.len()
     }
 
-    fn choose(&self, sampling: Sampling, result: &RowResult, index: usize) -> u32 {
-        if sampling.is_greedy() {
-            return result.argmax;
+    fn keep(&mut self, results: impl Iterator<Item = RowResult>) {
+        if self.request.keep_logits {
+            self.logits.extend(results.map(|result| result.logits));
         }
-        let vocabulary = self.limits.vocab_limit.min(result.logits.len());
-        sampling.sample(&result.logits[..vocabulary], index)
+    }
+
+    /// Chooses the next token from a row and applies the stop rules.
+    fn choose(
+        &mut self,
+        result: &RowResult,
+        on_token: &mut impl FnMut(u32) -> Result<Flow>,
+    ) -> Result<u32> {
+        let sampling = &self.request.sampling;
+        let token = match sampling.needs_logits() {
+            false => result.argmax,
+            true => {
+                let logits = &result.logits[..self.vocabulary.min(result.logits.len())];
+                sampling.choose(logits, &self.tokens, self.request.prompt.len())
+            }
+        };
+        self.tokens.push(token);
+        // The end token is part of the output, but not of the text that the caller builds.
+        if self.request.stop_ids.contains(&token) || on_token(token)? == Flow::Stop {
+            self.ended = Some(Finish::Stop);
+        } else if self.generated() == self.request.max_tokens {
+            self.ended = Some(Finish::Length);
+        }
+        Ok(token)
     }
 }

@@ -1,6 +1,7 @@
 //! The narrow door to the model: an [`Engine`] is a loaded checkpoint, a [`Session`] one timeline
 //! in it. The command line, the benchmark and the server see only this.
 
+mod drafting;
 mod generate;
 mod memory;
 mod output;
@@ -8,7 +9,8 @@ mod sampler;
 mod session;
 mod text_model;
 
-pub use generate::{Finish, Flow, Generation, Request};
+pub use drafting::DraftChoice;
+pub use generate::{Finish, Flow, Generation, Request, Round};
 pub use output::OutputText;
 pub use sampler::Sampling;
 pub use session::Session;
@@ -21,6 +23,7 @@ use log::{info, warn};
 use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Quantization, Weights};
+use crate::spec::{AdaptivePolicy, Policy};
 use crate::weights::{
     Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes,
 };
@@ -40,6 +43,12 @@ pub struct LoadOptions {
     pub latent_eps: Option<f32>,
     /// Go by the shards' headers, not by the index.
     pub ignore_index: bool,
+    /// The drafter.
+    pub draft: DraftChoice,
+    /// Guesses a round; default: as many as pay.
+    pub draft_tokens: Option<usize>,
+    /// Base of an EAGLE-3 head's rotary embedding, where its config is wrong.
+    pub draft_rope_theta: Option<f32>,
 }
 
 impl Default for LoadOptions {
@@ -51,6 +60,9 @@ impl Default for LoadOptions {
             prefill_chunk: 64,
             latent_eps: None,
             ignore_index: false,
+            draft: DraftChoice::None,
+            draft_tokens: None,
+            draft_rope_theta: None,
         }
     }
 }
@@ -66,6 +78,8 @@ pub struct Engine {
     ranks: CpuRanks,
     slots: session::Slots,
     limits: Limits,
+    drafter: Option<String>,
+    policy: Policy,
 }
 
 /// What the engine was sized for.
@@ -169,15 +183,26 @@ impl Engine {
             parallel: limits.parallel,
             vocab_limit: limits.vocab_limit,
         };
-        memory::check_fits(cache_bytes(&config, &cpu), &limits)?;
+        let (draft, drafter) = drafting::open_drafter(
+            &options.draft,
+            &config,
+            &checkpoint,
+            &audit,
+            options.draft_rope_theta,
+        )?;
+        memory::check_fits(cache_bytes(&config, &cpu, &draft), &limits)?;
 
         let layout = audit.layout.clone();
         let weights = Weights::new(checkpoint, manifest, audit)?;
         let config = Arc::new(config);
-        let ranks = CpuRanks::start(&config, &weights, cpu)?;
+        let ranks = CpuRanks::start(&config, &weights, &draft, cpu)?;
         info!("{layout}; {} ranks, context {}", limits.tp, limits.context);
         let slots = session::Slots::new(limits.parallel);
-        Ok(Self { config, text, layout, ranks, slots, limits })
+        let policy = match options.draft_tokens {
+            Some(count) => Policy::Fixed(count),
+            None => Policy::Adaptive(AdaptivePolicy::default()),
+        };
+        Ok(Self { config, text, layout, ranks, slots, limits, drafter, policy })
     }
 
     /// The configuration.
@@ -188,6 +213,16 @@ impl Engine {
     /// What the engine was sized for.
     pub fn limits(&self) -> Limits {
         self.limits
+    }
+
+    /// `eagle3`, `mtp`, or nothing.
+    pub fn drafter(&self) -> Option<&str> {
+        self.drafter.as_deref()
+    }
+
+    /// How many tokens are guessed, and what was learnt about it.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
     }
 
     /// Formats of the weights by kind of module.

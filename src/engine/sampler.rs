@@ -3,54 +3,129 @@
 //! The random stream is keyed by (seed, index of the output token), not by how many numbers were
 //! drawn before, so a seeded run gives the same text however its steps are grouped into rows.
 
+use std::collections::HashMap;
+
 /// How tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// 0 is greedy.
+    /// 0 takes the likeliest token.
     pub temperature: f32,
     /// Keep the most likely tokens whose probabilities reach this sum.
     pub top_p: f32,
+    /// Keep at most this many of the most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keep tokens with at least this share of the likeliest one's probability; 0 keeps all.
+    pub min_p: f32,
+    /// Divides positive logits of tokens that have occurred, in the prompt or since, and
+    /// multiplies negative ones; 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Taken from the logits of tokens that were generated.
+    pub presence_penalty: f32,
+    /// Taken from the logits of tokens that were generated, for each time.
+    pub frequency_penalty: f32,
     /// Key of the random stream.
     pub seed: u64,
 }
 
 impl Sampling {
     /// The most likely token, always.
-    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, seed: 0 };
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        repetition_penalty: 1.0,
+        presence_penalty: 0.0,
+        frequency_penalty: 0.0,
+        seed: 0,
+    };
 
-    /// Whether the arg-max is all that is needed.
-    pub fn is_greedy(&self) -> bool {
-        self.temperature == 0.0
+    /// Whether the arg-max of the logits is not enough.
+    pub fn needs_logits(&self) -> bool {
+        self.temperature != 0.0 || self.has_penalties()
     }
 
-    /// Samples output token `index` from `logits`, which end where the vocabulary ends.
-    pub fn sample(&self, logits: &[f32], index: usize) -> u32 {
+    fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0
+            || self.presence_penalty != 0.0
+            || self.frequency_penalty != 0.0
+    }
+
+    /// Chooses the token after `tokens` (the prompt's, then the output's) from `logits`, which end
+    /// where the vocabulary ends.
+    pub fn choose(&self, logits: &[f32], tokens: &[u32], prompt_len: usize) -> u32 {
+        let mut logits = logits.to_vec();
+        if self.has_penalties() {
+            self.penalise(&mut logits, tokens, prompt_len);
+        }
+        match self.temperature == 0.0 {
+            true => argmax(&logits),
+            false => self.sample(&logits, tokens.len() - prompt_len),
+        }
+    }
+
+    fn penalise(&self, logits: &mut [f32], tokens: &[u32], prompt_len: usize) {
+        // (occurred at all, times generated)
+        let mut counts: HashMap<u32, u32> = tokens.iter().map(|token| (*token, 0)).collect();
+        for token in &tokens[prompt_len..] {
+            *counts.entry(*token).or_default() += 1;
+        }
+        for (token, generated) in counts {
+            let Some(logit) = logits.get_mut(token as usize) else {
+                continue;
+            };
+            *logit = match *logit > 0.0 {
+                true => *logit / self.repetition_penalty,
+                false => *logit * self.repetition_penalty,
+            };
+            if generated > 0 {
+                *logit -= self.presence_penalty + self.frequency_penalty * generated as f32;
+            }
+        }
+    }
+
+    /// Samples output token `index`.
+    fn sample(&self, logits: &[f32], index: usize) -> u32 {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |logit: f32| f64::from((logit - max) / self.temperature).exp();
         let mut candidates: Vec<(u32, f64)> =
             (0..).zip(logits).map(|(id, logit)| (id, weight(*logit))).collect();
         // The order of the cumulative sum is part of the result: likeliest first, ties by id.
         candidates.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        if self.top_k > 0 {
+            candidates.truncate(self.top_k);
+        }
         let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
         let mut nucleus = 0.0;
-        let keep = candidates
-            .iter()
-            .position(|(_, weight)| {
-                nucleus += weight;
-                nucleus >= f64::from(self.top_p) * total
-            })
-            .map_or(candidates.len(), |last| last + 1);
-        let kept: f64 = candidates[..keep].iter().map(|(_, weight)| weight).sum();
+        let reached = candidates.iter().position(|(_, weight)| {
+            nucleus += weight;
+            nucleus >= f64::from(self.top_p) * total
+        });
+        candidates.truncate(reached.map_or(candidates.len(), |last| last + 1));
+        // The likeliest has weight 1.
+        candidates.retain(|(_, weight)| *weight >= f64::from(self.min_p));
+        let kept: f64 = candidates.iter().map(|(_, weight)| weight).sum();
         let mut rest = uniform(self.seed, index as u64) * kept;
-        for (id, weight) in &candidates[..keep] {
+        for (id, weight) in &candidates {
             rest -= weight;
             if rest < 0.0 {
                 return *id;
             }
         }
         // Rounding can leave a sliver beyond the last weight.
-        candidates[..keep].last().map_or(0, |(id, _)| *id)
+        candidates.last().map_or_else(|| argmax(logits), |(id, _)| *id)
     }
+}
+
+/// The largest logit; ties: the lower id.
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (id, logit) in (0..).zip(logits) {
+        if *logit > best.1 {
+            best = (id, *logit);
+        }
+    }
+    best.0
 }
 
 /// A number in [0, 1) that depends only on the key: splitmix64 (Steele, Lea, Flood 2014) of the
@@ -71,17 +146,25 @@ fn uniform(seed: u64, index: u64) -> f64 {
 mod tests {
     use super::*;
 
-    fn sampling(temperature: f32, top_p: f32, seed: u64) -> Sampling {
-        Sampling { temperature, top_p, seed }
+    fn hot(seed: u64) -> Sampling {
+        Sampling { temperature: 1.0, seed, ..Sampling::GREEDY }
+    }
+
+    /// Draws for many output indices.
+    fn draws(sampling: Sampling, logits: &[f32], count: usize) -> Vec<u32> {
+        (0..count).map(|index| sampling.sample(logits, index)).collect()
+    }
+
+    /// Probabilities 0.5, 0.3, 0.2 at temperature 1.
+    fn three() -> [f32; 3] {
+        [0.5f32.ln(), 0.3f32.ln(), 0.2f32.ln()]
     }
 
     #[test]
     fn frequencies_follow_the_softmax() {
-        // Probabilities 0.5, 0.3, 0.2 at temperature 1.
-        let logits = [0.5f32.ln(), 0.3f32.ln(), 0.2f32.ln()];
         let mut counts = [0usize; 3];
-        for index in 0..20_000 {
-            counts[sampling(1.0, 1.0, 7).sample(&logits, index) as usize] += 1;
+        for id in draws(hot(7), &three(), 20_000) {
+            counts[id as usize] += 1;
         }
         for (count, expected) in counts.iter().zip([10_000.0, 6_000.0, 4_000.0]) {
             assert!((*count as f64 - expected).abs() < 250.0, "{counts:?}");
@@ -89,27 +172,48 @@ mod tests {
     }
 
     #[test]
-    fn top_p_drops_the_tail() {
-        let logits = [0.5f32.ln(), 0.3f32.ln(), 0.2f32.ln()];
-        let drawn: Vec<u32> =
-            (0..1000).map(|index| sampling(1.0, 0.79, 1).sample(&logits, index)).collect();
-        assert!(drawn.contains(&1) && !drawn.contains(&2));
-        let drawn = (0..1000).map(|index| sampling(1.0, 0.4, 1).sample(&logits, index));
+    fn filters_drop_the_tail() {
+        for sampling in [
+            Sampling { top_p: 0.79, ..hot(1) },
+            Sampling { top_k: 2, ..hot(1) },
+            Sampling { min_p: 0.5, ..hot(1) },
+        ] {
+            let drawn = draws(sampling, &three(), 1000);
+            assert!(drawn.contains(&1) && !drawn.contains(&2), "{sampling:?}");
+        }
+        let drawn = draws(Sampling { top_p: 0.4, ..hot(1) }, &three(), 1000);
         assert!(drawn.into_iter().all(|id| id == 0));
+    }
+
+    #[test]
+    fn penalties_count_prompt_and_output_as_they_say() {
+        let logits = [2.0, 1.9, -1.0, -1.1];
+        let choose = |sampling: Sampling, tokens: &[u32]| sampling.choose(&logits, tokens, 1);
+        let greedy = Sampling::GREEDY;
+        assert_eq!(choose(greedy, &[0]), 0);
+        // The repetition penalty counts the prompt, the others only the output.
+        assert_eq!(choose(Sampling { repetition_penalty: 1.2, ..greedy }, &[0]), 1);
+        assert_eq!(choose(Sampling { presence_penalty: 0.2, ..greedy }, &[0]), 0);
+        assert_eq!(choose(Sampling { presence_penalty: 0.2, ..greedy }, &[3, 0]), 1);
+        assert_eq!(choose(Sampling { frequency_penalty: 0.06, ..greedy }, &[3, 0]), 0);
+        assert_eq!(choose(Sampling { frequency_penalty: 0.06, ..greedy }, &[3, 0, 0]), 1);
+        // A penalty pushes negative logits further down.
+        let negative = [-1.0, -1.1];
+        let sampling = Sampling { repetition_penalty: 1.2, ..greedy };
+        assert_eq!(sampling.choose(&negative, &[0], 1), 1);
     }
 
     #[test]
     fn the_stream_depends_on_seed_and_index_alone() {
         let logits: Vec<f32> = (0..100).map(|i| (i % 10) as f32 / 10.0).collect();
-        let draw = |seed, index| sampling(1.0, 1.0, seed).sample(&logits, index);
-        assert_eq!(draw(3, 17), draw(3, 17));
-        let stream = |seed| (0..50).map(|index| draw(seed, index)).collect::<Vec<u32>>();
-        assert_ne!(stream(3), stream(4));
+        assert_eq!(hot(3).sample(&logits, 17), hot(3).sample(&logits, 17));
+        assert_ne!(draws(hot(3), &logits, 50), draws(hot(4), &logits, 50));
     }
 
     #[test]
     fn cold_temperatures_are_finite() {
-        assert_eq!(sampling(1e-6, 1.0, 0).sample(&[1.0, 9.0, -3.0], 0), 1);
-        assert_eq!(sampling(1.0, 1.0, 0).sample(&[f32::NEG_INFINITY, 1.0], 5), 1);
+        let cold = Sampling { temperature: 1e-6, ..Sampling::GREEDY };
+        assert_eq!(cold.sample(&[1.0, 9.0, -3.0], 0), 1);
+        assert_eq!(hot(0).sample(&[f32::NEG_INFINITY, 1.0], 5), 1);
     }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Engine;
 use crate::error::{Error, Result};
-use crate::model::{Output, Row, RowResult, Step};
+use crate::model::{Backend, Output, Row, RowResult, Step};
 
 /// A sequence in the KV cache; its slot is free again when it is dropped.
 pub struct Session {
@@ -31,6 +31,16 @@ impl Session {
     /// Tokens in the cache.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Slot in the KV cache.
+    pub(super) fn sequence(&self) -> usize {
+        self.sequence
+    }
+
+    /// The next `count` positions hold what belongs there.
+    pub(super) fn commit(&mut self, count: usize) {
+        self.len += count;
     }
 
     /// Whether no token was run yet.
@@ -93,6 +103,7 @@ impl Engine {
             let first = chunk_index * chunk_len;
             let rows = chunk.iter().enumerate().map(|(i, token)| Row {
                 sequence: session.sequence,
+                first: 0,
                 position: session.len + i,
                 token: *token,
                 output: output(first + i),
@@ -124,7 +135,7 @@ impl Engine {
                 )));
             }
             let (sequence, position) = (session.sequence, session.len);
-            step.rows.push(Row { sequence, position, token: *token, output });
+            step.rows.push(Row { sequence, first: 0, position, token: *token, output });
         }
         let results = self.ranks.step(step)?;
         for (session, _) in rows {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::config::ModelConfig;
 use crate::error::{Error, Result};
-use crate::weights::{Audit, Checkpoint, Manifest, Matrix, Resolved, Slice};
+use crate::weights::{Audit, Checkpoint, Geometry, Manifest, Matrix, Resolved, Slice};
 
 /// A checkpoint that passed its audit.
 pub struct Weights {
@@ -18,12 +18,28 @@ pub struct Weights {
 pub struct ModelParams {
     /// `[vocab_size, hidden_size]`
     pub embed_tokens: Matrix,
-    /// The main layers; the MTP layer is not among them.
+    /// The main layers; behind them the MTP layer, if it drafts.
     pub layers: Vec<LayerParams>,
+    /// `[hidden_size]` of the MTP layer, empty without one.
+    pub shared_head_norm: Vec<f32>,
     /// `[hidden_size]`
     pub norm: Vec<f32>,
     /// `[vocab_size / R, hidden_size]`
     pub lm_head: Matrix,
+}
+
+/// The multi-token-prediction layer (facts/glm5.md §4).
+pub struct MtpParams {
+    /// `[hidden_size]`, applied to the embedding
+    pub enorm: Vec<f32>,
+    /// `[hidden_size]`, applied to the hidden state
+    pub hnorm: Vec<f32>,
+    /// `[hidden_size, 2 × hidden_size]`, the embedding's half first
+    pub eh_proj: Matrix,
+    /// The decoder layer.
+    pub layer: LayerParams,
+    /// `[hidden_size]`
+    pub shared_head_norm: Vec<f32>,
 }
 
 /// One decoder layer.
@@ -114,7 +130,24 @@ impl Weights {
         Ok(Self { checkpoint, manifest, modules: audit.modules })
     }
 
-    fn matrix(&self, name: &str, rank: Slice) -> Result<Matrix> {
+    /// Whether the checkpoint has the module called `name`.
+    pub fn has(&self, name: &str) -> bool {
+        self.modules.contains_key(name)
+    }
+
+    /// Whether the number of ranks divides all sizes that ranks share.
+    ///
+    /// # Errors
+    /// Input error that names the size.
+    pub fn check_ranks(&self, geometry: &Geometry, tp: usize) -> Result<()> {
+        self.manifest.check_ranks(geometry, tp)
+    }
+
+    /// A rank's share of the matrix called `name`.
+    ///
+    /// # Errors
+    /// Input error if there is none, or the ranks cannot share it.
+    pub fn matrix(&self, name: &str, rank: Slice) -> Result<Matrix> {
         let resolved = self.modules.get(name).ok_or_else(|| {
             Error::input(format!(
                 "{}: tensor {name} is missing; talon verify lists what else is",
@@ -124,7 +157,11 @@ impl Weights {
         Matrix::new(&self.checkpoint, &self.manifest, resolved, rank)
     }
 
-    fn vector(&self, name: &str, rank: Slice) -> Result<Vec<f32>> {
+    /// The values of the vector called `name`.
+    ///
+    /// # Errors
+    /// As [`Weights::matrix`].
+    pub fn vector(&self, name: &str, rank: Slice) -> Result<Vec<f32>> {
         Ok(self.matrix(name, rank)?.to_vec())
     }
 
@@ -140,8 +177,25 @@ impl Weights {
         Ok(ModelParams {
             embed_tokens: self.matrix("model.embed_tokens.weight", rank)?,
             layers,
+            shared_head_norm: Vec::new(),
             norm: self.vector("model.norm.weight", rank)?,
             lm_head: self.matrix("lm_head.weight", rank)?,
+        })
+    }
+
+    /// The MTP layer of a rank.
+    ///
+    /// # Errors
+    /// Input error that names the first tensor that is missing.
+    pub fn mtp(&self, config: &ModelConfig, rank: Slice) -> Result<MtpParams> {
+        let layer = config.num_hidden_layers;
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        Ok(MtpParams {
+            enorm: self.vector(&name("enorm.weight"), rank)?,
+            hnorm: self.vector(&name("hnorm.weight"), rank)?,
+            eh_proj: self.matrix(&name("eh_proj.weight"), rank)?,
+            layer: self.layer(config, layer, rank)?,
+            shared_head_norm: self.vector(&name("shared_head.norm.weight"), rank)?,
         })
     }
 

@@ -6,6 +6,8 @@
 pub struct Row {
     /// Slot of the sequence in the KV cache.
     pub sequence: usize,
+    /// First position that the row sees: 0, but for a drafter whose cache begins later.
+    pub first: usize,
     /// Position in the sequence; the row sees the sequence's cache up to and including it.
     pub position: usize,
     /// The token to embed.

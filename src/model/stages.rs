@@ -12,6 +12,8 @@ pub enum Norm {
     PostAttention(usize),
     /// `model.norm`.
     Final,
+    /// `shared_head.norm` of the MTP layer.
+    SharedHead,
 }
 
 /// One rank's stages. State between stages (rows, residual, partial sums, queries, lists) lives in

@@ -135,6 +135,11 @@ impl Checkpoint {
         self.source.display(&self.shards[tensor.shard].name)
     }
 
+    /// Gives every tensor another name, where producers spell one layout differently.
+    pub fn rename(&mut self, name: impl Fn(&str) -> String) {
+        self.tensors = self.tensors.drain().map(|(old, tensor)| (name(&old), tensor)).collect();
+    }
+
     /// Name of a tensor, found by its place; for messages only, as it searches.
     pub fn name_of(&self, tensor: &TensorRef) -> Option<&str> {
         let mut tensors = self.tensors.iter();

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use half::bf16;
+use half::{bf16, f16};
 
 use super::audit::Resolved;
 use super::checkpoint::Checkpoint;
@@ -45,6 +45,7 @@ pub struct Matrix {
 enum Values {
     F32(Bytes),
     Bf16(Bytes),
+    F16(Bytes),
     Nvfp4 { codes: Bytes, block_scales: Bytes, global_scale: f32 },
     Fp8Block { codes: Bytes, block_scales: Bytes },
 }
@@ -82,6 +83,7 @@ impl Matrix {
         let values = match format {
             "bf16" => Values::Bf16(bytes(Role::Values)?),
             "f32" => Values::F32(bytes(Role::Values)?),
+            "f16" => Values::F16(bytes(Role::Values)?),
             "nvfp4" => Values::Nvfp4 {
                 codes: bytes(Role::Values)?,
                 block_scales: bytes(Role::BlockScales)?,
@@ -174,6 +176,12 @@ impl Matrix {
                     // bf16 is the upper half of an f32. half's own conversion also quiets NaNs,
                     // which doubles the time of this loop.
                     *out = f32::from_bits(u32::from(bf16::from_le_bytes(*chunk).to_bits()) << 16);
+                }
+            }
+            Values::F16(bytes) => {
+                let (chunks, _) = bytes[at * 2..(at + count) * 2].as_chunks::<2>();
+                for (out, chunk) in out.iter_mut().zip(chunks) {
+                    *out = f16::from_le_bytes(*chunk).to_f32();
                 }
             }
             Values::Nvfp4 { codes, block_scales, global_scale } => {

@@ -194,8 +194,20 @@ impl Manifest {
     /// # Errors
     /// Only if the embedded table is broken, which a test excludes.
     pub fn glm5() -> Result<Self> {
-        serde_json::from_str(include_str!("../../weights-manifest/glm5.json"))
-            .map_err(|e| Error::runtime(format!("weights-manifest/glm5.json: {e}")))
+        Self::parse("glm5.json", include_str!("../../weights-manifest/glm5.json"))
+    }
+
+    /// The manifest of EAGLE-3 heads.
+    ///
+    /// # Errors
+    /// As [`Manifest::glm5`].
+    pub fn eagle3() -> Result<Self> {
+        Self::parse("eagle3.json", include_str!("../../weights-manifest/eagle3.json"))
+    }
+
+    fn parse(file: &str, json: &str) -> Result<Self> {
+        serde_json::from_str(json)
+            .map_err(|e| Error::runtime(format!("weights-manifest/{file}: {e}")))
     }
 
     /// All modules of a model with this geometry, in the order of the table.
@@ -321,6 +333,6 @@ fn evaluate(expression: &str, geometry: &Geometry) -> Result<usize> {
 
 fn size(geometry: &Geometry, name: &str) -> Result<usize> {
     geometry.sizes.get(name).copied().ok_or_else(|| {
-        Error::runtime(format!("weights-manifest/glm5.json: {name} is not a size of the config"))
+        Error::runtime(format!("weights-manifest: {name} is not a size of the config"))
     })
 }

@@ -1,0 +1,333 @@
+//! How many tokens to guess.
+//!
+//! A round of k guesses costs a verify step of k + 1 rows and the draft; it yields 1 + Σ S_i tokens,
+//! S_i = probability that the first i guesses are right (facts/eagle3.md §5.1). The adaptive policy
+//! learns both from what it sees and takes the k with the most tokens for the time, 0 included.
+
+use std::time::Duration;
+
+/// How many tokens to guess in each round.
+#[derive(Debug, Clone)]
+pub enum Policy {
+    /// Always this many.
+    Fixed(usize),
+    /// As many as pay.
+    Adaptive(AdaptivePolicy),
+}
+
+/// What a round cost and gave.
+#[derive(Debug, Clone, Copy)]
+pub struct RoundCost {
+    /// Guesses made.
+    pub drafted: usize,
+    /// Guesses that were right.
+    pub accepted: usize,
+    /// Time of the verify step.
+    pub verify: Duration,
+    /// Time of the draft.
+    pub draft: Duration,
+}
+
+/// Longest chain that a policy asks for.
+pub const MAX_GUESSES: usize = 7;
+/// Rounds after which an observation has lost half its weight.
+const HALF_LIFE_ROUNDS: f64 = 24.0;
+/// Weight of the first guess about acceptance: it is forgotten after a few rounds.
+const PRIOR_ROUNDS: f64 = 1.0;
+/// A drafter starts with the benefit of the doubt.
+const PRIOR_ACCEPTANCE: f64 = 0.7;
+/// Speculation must promise at least this gain, so that noise does not switch it on.
+const WORTHWHILE: f64 = 1.02;
+/// Share of the decode time that probing and misjudged rounds may cost.
+const LOSS_BUDGET: f64 = 0.01;
+/// Plain steps that the first probes may cost, before there is a decode time to take a share of.
+const FIRST_LOSS_STEPS: f64 = 4.0;
+/// Plain rounds between probes at first; doubled after each that does not pay.
+const FIRST_PROBE: usize = 16;
+const LAST_PROBE: usize = 512;
+/// Guesses after which a drafter that was never right is switched off.
+const HOPELESS_GUESSES: usize = 200;
+
+/// Chooses k from measured costs and acceptance.
+#[derive(Debug, Clone)]
+pub struct AdaptivePolicy {
+    /// Milliseconds of a verify step by its rows, index 0 = 1 row; `None` until seen.
+    verify_ms: [Option<f64>; MAX_GUESSES + 1],
+    /// Milliseconds of a draft by its guesses, index 0 = 1 guess.
+    draft_ms: [Option<f64>; MAX_GUESSES],
+    /// Weighted rounds in which a guess at this position was tried, and was right.
+    tried: [f64; MAX_GUESSES],
+    right: [f64; MAX_GUESSES],
+    /// Milliseconds that rounds took beyond what plain steps would have, and plain milliseconds.
+    loss_ms: f64,
+    plain_ms: f64,
+    plain_rounds: usize,
+    probe_interval: usize,
+    guesses: usize,
+    ever_right: bool,
+    switched_off: Option<String>,
+}
+
+impl Default for AdaptivePolicy {
+    fn default() -> Self {
+        Self {
+            verify_ms: [None; MAX_GUESSES + 1],
+            draft_ms: [None; MAX_GUESSES],
+            tried: [PRIOR_ROUNDS; MAX_GUESSES],
+            right: [PRIOR_ROUNDS * PRIOR_ACCEPTANCE; MAX_GUESSES],
+            loss_ms: 0.0,
+            plain_ms: 0.0,
+            plain_rounds: 0,
+            probe_interval: FIRST_PROBE,
+            guesses: 0,
+            ever_right: false,
+            switched_off: None,
+        }
+    }
+}
+
+impl Policy {
+    /// Guesses for the next round.
+    pub fn choose(&self) -> usize {
+        match self {
+            Policy::Fixed(count) => *count,
+            Policy::Adaptive(adaptive) => adaptive.choose(),
+        }
+    }
+
+    /// Whether the next round may guess, so that the drafter had better keep up.
+    pub fn is_active(&self) -> bool {
+        self.choose() > 0
+    }
+
+    /// Learns from a round.
+    pub fn observe(&mut self, cost: RoundCost) {
+        if let Policy::Adaptive(adaptive) = self {
+            adaptive.observe(cost);
+        }
+    }
+}
+
+impl AdaptivePolicy {
+    /// Why the drafter is not asked any more, if it is not.
+    pub fn switched_off(&self) -> Option<&str> {
+        self.switched_off.as_deref()
+    }
+
+    /// Milliseconds of a verify step of `rows` rows: measured, or drawn through what was.
+    fn verify_cost(&self, rows: usize) -> Option<f64> {
+        interpolate(&self.verify_ms, rows - 1)
+    }
+
+    fn draft_cost(&self, guesses: usize) -> Option<f64> {
+        interpolate(&self.draft_ms, guesses - 1)
+    }
+
+    /// Expected tokens of a round with `guesses` guesses.
+    fn expected_tokens(&self, guesses: usize) -> f64 {
+        let mut survival = 1.0;
+        let mut tokens = 1.0;
+        for position in 0..guesses {
+            survival *= self.right[position] / self.tried[position];
+            tokens += survival;
+        }
+        tokens
+    }
+
+    /// Speed with `guesses` guesses over plain speed.
+    fn gain(&self, guesses: usize) -> Option<f64> {
+        let round = self.verify_cost(guesses + 1)? + self.draft_cost(guesses)?;
+        Some(self.expected_tokens(guesses) * self.verify_cost(1)? / round)
+    }
+
+    /// The number of guesses with the largest gain, and the gain.
+    fn best(&self) -> Option<(usize, f64)> {
+        let gains = (1..=MAX_GUESSES).filter_map(|guesses| Some((guesses, self.gain(guesses)?)));
+        gains.max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    fn may_lose(&self) -> bool {
+        let step = self.verify_ms[0].unwrap_or(0.0);
+        self.loss_ms <= LOSS_BUDGET * self.plain_ms + FIRST_LOSS_STEPS * step
+    }
+
+    fn choose(&self) -> usize {
+        if self.switched_off.is_some() || self.verify_ms[0].is_none() || !self.may_lose() {
+            return 0;
+        }
+        let probes_next = self.plain_rounds >= self.probe_interval;
+        match self.best() {
+            // Nothing is known of drafts yet: one short chain, then a longer one, tell the costs.
+            None => 1,
+            Some(_) if self.verify_ms[4].is_none() && self.verify_ms[3].is_none() => 3,
+            Some((guesses, gain)) if gain >= WORTHWHILE => guesses,
+            Some((guesses, _)) if probes_next => guesses,
+            Some(_) => 0,
+        }
+    }
+
+    fn observe(&mut self, cost: RoundCost) {
+        let RoundCost { drafted, accepted, verify, draft } = cost;
+        let verify = verify.as_secs_f64() * 1e3;
+        let draft = draft.as_secs_f64() * 1e3;
+        if drafted > MAX_GUESSES {
+            return;
+        }
+        blend(&mut self.verify_ms[drafted], verify);
+        let plain = self.verify_ms[0].unwrap_or(verify);
+        self.plain_ms += plain * (accepted + 1) as f64;
+        if drafted == 0 {
+            self.plain_rounds += 1;
+            return;
+        }
+        // A first draft after a long pause also catches up; that is a cost of probing, not of k.
+        if self.plain_rounds < FIRST_PROBE {
+            blend(&mut self.draft_ms[drafted - 1], draft);
+        }
+        // Old gains do not pay for long losses.
+        let loss = verify + draft - plain * (accepted + 1) as f64;
+        self.loss_ms = (self.loss_ms + loss).max(-4.0 * plain);
+        let decay = 0.5f64.powf(1.0 / HALF_LIFE_ROUNDS);
+        for position in 0..drafted.min(accepted + 1) {
+            let right = if position < accepted { 1.0 } else { 0.0 };
+            self.tried[position] = self.tried[position] * decay + 1.0;
+            self.right[position] = self.right[position] * decay + right;
+        }
+        let pays = loss < 0.0;
+        if self.plain_rounds >= self.probe_interval {
+            let next = if pays { FIRST_PROBE } else { self.probe_interval * 2 };
+            self.probe_interval = next.min(LAST_PROBE);
+        }
+        self.plain_rounds = 0;
+        self.guesses += drafted;
+        self.ever_right |= accepted > 0;
+        if !self.ever_right && self.guesses >= HOPELESS_GUESSES {
+            self.switched_off = Some(format!(
+                "none of its {} guesses was right; check that the drafter was made for this model",
+                self.guesses
+            ));
+        }
+    }
+}
+
+/// Moves a running mean towards a new value; an outlier moves it by a tenth.
+fn blend(mean: &mut Option<f64>, value: f64) {
+    *mean = Some(mean.map_or(value, |mean| mean + 0.1 * (value - mean)));
+}
+
+/// The value at `index`, or one on the line through the nearest known neighbours.
+fn interpolate(known: &[Option<f64>], index: usize) -> Option<f64> {
+    if let Some(value) = known[index] {
+        return Some(value);
+    }
+    let at = |i: usize| known[i].map(|value| (i as f64, value));
+    let below = (0..index).rev().find_map(at);
+    let above = (index + 1..known.len()).find_map(at);
+    let ((x0, y0), (x1, y1)) = match (below, above) {
+        (Some(below), Some(above)) => (below, above),
+        (Some(below), None) => {
+            let second = (0..below.0 as usize).rev().find_map(at);
+            // With one known point the cost is taken to grow in proportion.
+            (second.unwrap_or((-1.0, 0.0)), below)
+        }
+        (None, above) => return above.map(|(_, value)| value),
+    };
+    Some(y0 + (y1 - y0) * (index as f64 - x0) / (x1 - x0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Decodes `rounds` rounds with a simulated drafter; returns (tokens, milliseconds).
+    fn simulate(
+        policy: &mut Policy,
+        rounds: usize,
+        acceptance: f64,
+        verify_ms: impl Fn(usize) -> f64,
+        draft_ms: f64,
+    ) -> (f64, f64) {
+        let mut state = 7u64;
+        let mut uniform = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 11) as f64 / (1u64 << 53) as f64
+        };
+        let (mut tokens, mut time) = (0.0, 0.0);
+        for _ in 0..rounds {
+            let drafted = policy.choose();
+            let accepted = (0..drafted).take_while(|_| uniform() < acceptance).count();
+            let (verify, draft) = (verify_ms(drafted + 1), draft_ms * drafted as f64);
+            let duration = |ms: f64| Duration::from_secs_f64(ms / 1e3);
+            policy.observe(RoundCost {
+                drafted,
+                accepted,
+                verify: duration(verify),
+                draft: duration(draft),
+            });
+            tokens += (accepted + 1) as f64;
+            time += verify + draft;
+        }
+        (tokens, time)
+    }
+
+    fn adaptive() -> Policy {
+        Policy::Adaptive(AdaptivePolicy::default())
+    }
+
+    #[test]
+    fn where_it_pays_it_comes_near_the_best_fixed_chain() {
+        let cost = |rows: usize| 10.0 + 1.0 * rows as f64;
+        for acceptance in [0.6, 0.8, 0.95] {
+            let speed = |policy: &mut Policy| {
+                let (tokens, time) = simulate(policy, 3000, acceptance, cost, 1.0);
+                tokens / time
+            };
+            let best = (1..=7).map(|k| speed(&mut Policy::Fixed(k))).fold(0.0, f64::max);
+            let found = speed(&mut adaptive());
+            assert!(found > 0.97 * best, "acceptance {acceptance}: {found} of {best}");
+        }
+    }
+
+    #[test]
+    fn where_it_does_not_pay_it_costs_less_than_two_percent() {
+        // Cost in proportion to the rows: nothing can be gained.
+        for acceptance in [0.0, 0.3, 0.7, 1.0] {
+            for draft in [0.1, 3.0] {
+                let mut policy = adaptive();
+                let (tokens, time) =
+                    simulate(&mut policy, 2000, acceptance, |m| 10.0 * m as f64, draft);
+                let slow_down = time / (tokens * 10.0);
+                assert!(slow_down < 1.02, "acceptance {acceptance}, draft {draft}: {slow_down}");
+            }
+        }
+    }
+
+    #[test]
+    fn it_follows_a_change_of_text() {
+        let cost = |rows: usize| 10.0 + 2.0 * rows as f64;
+        let mut policy = adaptive();
+        simulate(&mut policy, 500, 0.1, cost, 1.0);
+        simulate(&mut policy, 1500, 0.95, cost, 1.0);
+        assert!(policy.choose() >= 4, "chooses {}", policy.choose());
+        simulate(&mut policy, 300, 0.05, cost, 1.0);
+        assert_eq!(policy.choose(), 0);
+    }
+
+    #[test]
+    fn a_drafter_that_is_never_right_is_switched_off_with_a_reason() {
+        let mut policy = adaptive();
+        simulate(&mut policy, 200_000, 0.0, |rows| 10.0 + 0.01 * rows as f64, 0.01);
+        let Policy::Adaptive(adaptive) = &policy else { unreachable!() };
+        assert!(adaptive.switched_off().is_some_and(|reason| reason.contains("none of its")));
+        assert_eq!(policy.choose(), 0);
+    }
+
+    #[test]
+    fn unknown_costs_lie_on_the_line_through_known_ones() {
+        let known = [Some(10.0), None, Some(14.0), None, None];
+        assert_eq!(interpolate(&known, 1), Some(12.0));
+        assert_eq!(interpolate(&known, 4), Some(18.0));
+        assert_eq!(interpolate(&[Some(3.0), None, None], 2), Some(9.0));
+        assert_eq!(interpolate(&[None, None], 0), None);
+    }
+}
