@@ -3,10 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::Engine;
 use super::sampler::Sampling;
+use super::session::step_of;
+use super::{Engine, Limits};
 use crate::error::{Error, Result};
-use crate::model::{Output, RowResult};
+use crate::model::{Backend, Output, RowResult};
 use crate::spec::{
     Guess, History, ModelDrafter, Policy, Proposer, RoundCost, SpeculationStats, is_accepted,
     verify,
@@ -136,113 +137,127 @@ impl Engine {
         request: &Request,
         proposer: &mut dyn Proposer,
         policy: &mut Policy,
-        mut on_token: impl FnMut(u32) -> Result<Flow>,
+        on_token: impl FnMut(u32) -> Result<Flow>,
     ) -> Result<Generation> {
-        if request.prompt.is_empty() {
-            return Err(Error::input("the prompt is empty; give at least one token of text"));
-        }
-        let start = Instant::now();
-        let mut session = self.session()?;
-        let output = match request.keep_logits || request.sampling.needs_logits() {
-            true => Output::Logits,
-            false => Output::ArgMax,
-        };
-        let mut run = Run {
-            request,
-            vocabulary: self.limits.vocab_limit,
-            tokens: request.prompt.to_vec(),
-            ended: (request.max_tokens == 0).then_some(Finish::Length),
-            logits: Vec::new(),
-        };
-        let last = request.prompt.len() - 1;
-        let mut results = Vec::new();
-        for (i, chunk) in request.prompt.chunks(self.limits.prefill_chunk).enumerate() {
-            let first = i * self.limits.prefill_chunk;
-            let wanted = |row: usize| match first + row == last || request.keep_logits {
-                true => output,
-                false => Output::None,
-            };
-            results = self.extend(&mut session, chunk, wanted)?;
-            if policy.is_active() && session.len() < request.prompt.len() {
-                let history = History {
-                    sequence: session.sequence(),
-                    tokens: request.prompt,
-                    cached: session.len(),
-                };
-                proposer.follow(&mut self.ranks, history)?;
-            }
-            if session.len() < request.prompt.len() {
-                run.keep(results.drain(..));
-            }
-        }
-        let prompt_result = results.pop();
-        run.keep(results.into_iter());
-        let Some(prompt_result) = prompt_result else {
-            return Err(Error::runtime("a step returned no result for its last row"));
-        };
-        if run.ended.is_none() {
-            run.choose(&prompt_result, &mut on_token)?;
-        }
-        run.keep([prompt_result].into_iter());
-        let time_to_first_token = start.elapsed();
+        self.check_tokens(0, request.prompt)?;
+        // The slot is free again when this returns.
+        let session = self.session()?;
+        let (limits, sequence) = (self.limits, session.sequence());
+        generate_on(&mut self.ranks, &limits, sequence, request, proposer, policy, on_token)
+    }
+}
 
-        let mut rounds = Vec::new();
-        while run.ended.is_none() {
-            if session.len() == self.limits.context {
-                run.ended = Some(Finish::Length);
+/// The loop itself, on any backend: fills the cache of `sequence` from its start. The prompt's
+/// tokens are in the vocabulary and fit the context.
+///
+/// # Errors
+/// Input error if the prompt is empty; whatever the backend or `on_token` returns.
+pub fn generate_on(
+    backend: &mut dyn Backend,
+    limits: &Limits,
+    sequence: usize,
+    request: &Request,
+    proposer: &mut dyn Proposer,
+    policy: &mut Policy,
+    mut on_token: impl FnMut(u32) -> Result<Flow>,
+) -> Result<Generation> {
+    if request.prompt.is_empty() {
+        return Err(Error::input("the prompt is empty; give at least one token of text"));
+    }
+    let start = Instant::now();
+    let output = match request.keep_logits || request.sampling.needs_logits() {
+        true => Output::Logits,
+        false => Output::ArgMax,
+    };
+    let mut run = Run {
+        request,
+        vocabulary: limits.vocab_limit,
+        tokens: request.prompt.to_vec(),
+        ended: (request.max_tokens == 0).then_some(Finish::Length),
+        logits: Vec::new(),
+    };
+    let last = request.prompt.len() - 1;
+    // Tokens in the cache.
+    let mut cached = 0;
+    let mut results = Vec::new();
+    for (i, chunk) in request.prompt.chunks(limits.prefill_chunk).enumerate() {
+        let first = i * limits.prefill_chunk;
+        let wanted = |row: usize| match first + row == last || request.keep_logits {
+            true => output,
+            false => Output::None,
+        };
+        results = backend.step(step_of(sequence, cached, chunk, wanted))?;
+        cached += chunk.len();
+        if policy.is_active() && cached < request.prompt.len() {
+            let history = History { sequence, tokens: request.prompt, cached };
+            proposer.follow(backend, history)?;
+        }
+        if cached < request.prompt.len() {
+            run.keep(results.drain(..));
+        }
+    }
+    let prompt_result = results.pop();
+    run.keep(results.into_iter());
+    let Some(prompt_result) = prompt_result else {
+        return Err(Error::runtime("a step returned no result for its last row"));
+    };
+    if run.ended.is_none() {
+        run.choose(&prompt_result, &mut on_token)?;
+    }
+    run.keep([prompt_result].into_iter());
+    let time_to_first_token = start.elapsed();
+
+    let mut rounds = Vec::new();
+    while run.ended.is_none() {
+        if cached == limits.context {
+            run.ended = Some(Finish::Length);
+            break;
+        }
+        let room = (request.max_tokens - run.generated() - 1).min(limits.context - cached - 1);
+        let started = Instant::now();
+        let guesses: Vec<Guess> = match policy.choose().min(room) {
+            0 => Vec::new(),
+            count => {
+                let history = History { sequence, tokens: &run.tokens, cached };
+                // What the target never chooses is wrong, and may be no row of its embedding.
+                let possible = |guess: &Guess| (guess.token as usize) < limits.vocab_limit;
+                let guesses = proposer.propose(backend, history, count)?;
+                guesses.into_iter().take(count).take_while(possible).collect()
+            }
+        };
+        let draft = started.elapsed();
+        let pending = run.tokens[run.tokens.len() - 1];
+        let position = cached;
+        let started = Instant::now();
+        let results = verify(backend, sequence, position, pending, &guesses, output)?;
+        let verify = started.elapsed();
+
+        let mut round = Round { drafted: guesses.len(), accepted: 0, tokens: 0, draft, verify };
+        for (row, result) in results.into_iter().enumerate() {
+            cached += 1;
+            let chosen = run.choose(&result, &mut on_token)?;
+            run.keep([result].into_iter());
+            round.tokens += 1;
+            let accepted = is_accepted(&guesses, row, chosen);
+            round.accepted += usize::from(accepted);
+            if !accepted || run.ended.is_some() {
                 break;
             }
-            let room = (request.max_tokens - run.generated() - 1)
-                .min(self.limits.context - session.len() - 1);
-            let started = Instant::now();
-            let guesses: Vec<Guess> = match policy.choose().min(room) {
-                0 => Vec::new(),
-                count => {
-                    let history = History {
-                        sequence: session.sequence(),
-                        tokens: &run.tokens,
-                        cached: session.len(),
-                    };
-                    let mut guesses = proposer.propose(&mut self.ranks, history, count)?;
-                    guesses.truncate(count);
-                    guesses
-                }
-            };
-            let draft = started.elapsed();
-            let pending = run.tokens[run.tokens.len() - 1];
-            let position = session.len();
-            let started = Instant::now();
-            let results =
-                verify(&mut self.ranks, session.sequence(), position, pending, &guesses, output)?;
-            let verify = started.elapsed();
-
-            let mut round = Round { drafted: guesses.len(), accepted: 0, tokens: 0, draft, verify };
-            for (row, result) in results.into_iter().enumerate() {
-                session.commit(1);
-                let chosen = run.choose(&result, &mut on_token)?;
-                run.keep([result].into_iter());
-                round.tokens += 1;
-                let accepted = is_accepted(&guesses, row, chosen);
-                round.accepted += usize::from(accepted);
-                if !accepted || run.ended.is_some() {
-                    break;
-                }
-            }
-            // A round that the end cut short says nothing about the guesses behind.
-            if run.ended.is_none() {
-                let Round { drafted, accepted, .. } = round;
-                policy.observe(RoundCost { drafted, accepted, verify, draft });
-            }
-            rounds.push(round);
         }
-        Ok(Generation {
-            finish: run.ended.unwrap_or(Finish::Length),
-            time_to_first_token,
-            rounds,
-            logits: run.logits,
-            tokens: run.tokens.split_off(request.prompt.len()),
-        })
+        // A round that the end cut short says nothing about the guesses behind.
+        if run.ended.is_none() {
+            let Round { drafted, accepted, .. } = round;
+            policy.observe(RoundCost { drafted, accepted, verify, draft });
+        }
+        rounds.push(round);
     }
+    Ok(Generation {
+        finish: run.ended.unwrap_or(Finish::Length),
+        time_to_first_token,
+        rounds,
+        logits: run.logits,
+        tokens: run.tokens.split_off(request.prompt.len()),
+    })
 }
 
 /// The state of a generation: its tokens, and whether it has ended.

@@ -10,7 +10,7 @@ mod session;
 mod text_model;
 
 pub use drafting::DraftChoice;
-pub use generate::{Finish, Flow, Generation, Request, Round};
+pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
 pub use output::OutputText;
 pub use sampler::Sampling;
 pub use session::Session;

@@ -38,11 +38,6 @@ impl Session {
         self.sequence
     }
 
-    /// The next `count` positions hold what belongs there.
-    pub(super) fn commit(&mut self, count: usize) {
-        self.len += count;
-    }
-
     /// Whether no token was run yet.
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -53,6 +48,23 @@ impl Drop for Session {
     fn drop(&mut self) {
         self.slots.with(|free| free.push(self.sequence));
     }
+}
+
+/// The step that runs `tokens` of a sequence from `position` on; `output` is told the row.
+pub(super) fn step_of(
+    sequence: usize,
+    position: usize,
+    tokens: &[u32],
+    output: impl Fn(usize) -> Output,
+) -> Step {
+    let row = |(i, token): (usize, &u32)| Row {
+        sequence,
+        first: 0,
+        position: position + i,
+        token: *token,
+        output: output(i),
+    };
+    Step { rows: tokens.iter().enumerate().map(row).collect() }
 }
 
 impl Engine {
@@ -70,6 +82,26 @@ impl Engine {
         Ok(Session { sequence, len: 0, slots: self.slots.clone() })
     }
 
+    /// Refuses tokens that cannot be run behind the first `len` of a sequence.
+    pub(super) fn check_tokens(&self, len: usize, tokens: &[u32]) -> Result<()> {
+        if len + tokens.len() > self.limits.context {
+            return Err(Error::input(format!(
+                "{} tokens do not fit the context of {}; start with a larger --context (the model \
+                 was made for {})",
+                len + tokens.len(),
+                self.limits.context,
+                self.config.max_position_embeddings
+            )));
+        }
+        let vocabulary = self.config.vocab_size;
+        match tokens.iter().find(|token| **token as usize >= vocabulary) {
+            Some(token) => {
+                Err(Error::input(format!("token {token} is not in the vocabulary of {vocabulary}")))
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Runs `tokens` at the end of `session`, in steps of at most the prefill chunk. `output` says
     /// what each token returns; [`RowResult::row`] counts from the first of them.
     ///
@@ -81,34 +113,12 @@ impl Engine {
         tokens: &[u32],
         output: impl Fn(usize) -> Output,
     ) -> Result<Vec<RowResult>> {
-        if session.len + tokens.len() > self.limits.context {
-            return Err(Error::input(format!(
-                "{} tokens do not fit the context of {}; start with a larger --context (the model \
-                 was made for {})",
-                session.len + tokens.len(),
-                self.limits.context,
-                self.config.max_position_embeddings
-            )));
-        }
-        if let Some(token) = tokens.iter().find(|token| **token as usize >= self.config.vocab_size)
-        {
-            return Err(Error::input(format!(
-                "token {token} is not in the vocabulary of {}",
-                self.config.vocab_size
-            )));
-        }
+        self.check_tokens(session.len, tokens)?;
         let mut results = Vec::new();
         let chunk_len = self.limits.prefill_chunk;
         for (chunk_index, chunk) in tokens.chunks(chunk_len).enumerate() {
             let first = chunk_index * chunk_len;
-            let rows = chunk.iter().enumerate().map(|(i, token)| Row {
-                sequence: session.sequence,
-                first: 0,
-                position: session.len + i,
-                token: *token,
-                output: output(first + i),
-            });
-            let step = Step { rows: rows.collect() };
+            let step = step_of(session.sequence, session.len, chunk, |row| output(first + row));
             let done = self.ranks.step(step)?;
             session.len += chunk.len();
             results.extend(done.into_iter().map(|r| RowResult { row: first + r.row, ..r }));
