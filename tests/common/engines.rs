@@ -114,6 +114,13 @@ pub fn accepted(generation: &Generation) -> Vec<usize> {
     generation.rounds.iter().map(|round| round.accepted).collect()
 }
 
+/// Guesses accepted and tokens that came out in a round.
+pub type Accepted = (usize, usize);
+
+pub fn accepted_and_tokens(generation: &Generation) -> Vec<Accepted> {
+    generation.rounds.iter().map(|round| (round.accepted, round.tokens)).collect()
+}
+
 /// Bits of the logits, since -0 and 0 or two NaNs must not pass for each other.
 pub fn bits(generation: &Generation) -> Vec<Vec<u32>> {
     let rows = generation.logits.iter();
