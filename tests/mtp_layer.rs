@@ -1,0 +1,248 @@
+//! Promise: the demo's drafters compute what their goldens say, row by row; a checkpoint whose MTP
+//! layer is absent or a placeholder is not drafted with; a head in the sub-folder `eagle3` is used.
+
+mod common;
+#[path = "common/engines.rs"]
+mod engines;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Copy, DEMO, Tensors};
+use engines::{golden, greedy, repository_file, run, run_plain};
+use safetensors::SafeTensors;
+use talon::cpu::{CpuOptions, CpuRanks, DraftModel};
+use talon::engine::{DraftChoice, Engine, LoadOptions, Opened};
+use talon::model::{Backend, Draft, Drafted, Eagle3Head, Output, Row, Step, Weights};
+use talon::spec::ModelDrafter;
+use talon::weights::{Source, demo, demo_eagle3};
+
+const LAYER: &str = "model.layers.8.";
+
+/// A drafter's golden of chat-1.
+struct Rows {
+    sequence: Vec<u32>,
+    /// Of the last prompt row and those behind.
+    logits: Vec<Vec<f32>>,
+}
+
+fn rows(name: &str) -> Rows {
+    let bytes = std::fs::read(repository_file(&format!("demo/golden/{name}.safetensors"))).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let ids = file.tensor("sequence_ids").unwrap().data().to_vec();
+    let logits = if name == "mtp" { "mtp_logits" } else { "draft_logits" };
+    let tensor = file.tensor(logits).unwrap();
+    let width = tensor.shape()[1];
+    let values: Vec<f32> =
+        tensor.data().as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+    Rows {
+        sequence: ids.as_chunks::<8>().0.iter().map(|id| i64::from_le_bytes(*id) as u32).collect(),
+        logits: values.chunks_exact(width).map(<[f32]>::to_vec).collect(),
+    }
+}
+
+/// Runs a golden's sequence and drafts once after each of its rows.
+fn draft(
+    source: Source,
+    draft: impl Fn(&Opened) -> DraftModel,
+    golden: &Rows,
+    tp: usize,
+) -> Vec<Drafted> {
+    let opened = Opened::new(source, false).unwrap();
+    let draft_model = draft(&opened);
+    let Opened { config, checkpoint, manifest, audit, .. } = opened;
+    let vocab_limit = config.vocab_size;
+    let weights = Weights::new(checkpoint, manifest, audit).unwrap();
+    let options = CpuOptions { tp, context: 128, parallel: 1, vocab_limit };
+    let mut ranks = CpuRanks::start(&Arc::new(config), &weights, &draft_model, options).unwrap();
+    let row = |(position, token): (usize, &u32)| Row {
+        sequence: 0,
+        first: 0,
+        position,
+        token: *token,
+        output: Output::None,
+    };
+    ranks.step(Step { rows: golden.sequence.iter().enumerate().map(row).collect() }).unwrap();
+    let prompt = engines::golden("chat-1").prompt.len();
+    let mut next = 0;
+    let drafts = (prompt..prompt + golden.logits.len()).map(|end| {
+        let tokens = golden.sequence[next + 1..=end].to_vec();
+        let request =
+            Draft { sequence: 0, first: 0, position: next, tokens, count: 2, keep_logits: true };
+        next = end;
+        // The second guess leaves a row behind that the next draft must overwrite.
+        ranks.draft(request).unwrap().swap_remove(0)
+    });
+    drafts.collect()
+}
+
+fn mtp(_: &Opened) -> DraftModel {
+    DraftModel::Mtp
+}
+
+fn eagle3(opened: &Opened) -> DraftModel {
+    DraftModel::Eagle3(Box::new(Eagle3Head::open(demo_eagle3(), &opened.config, None).unwrap()))
+}
+
+/// Largest difference from the golden logits.
+fn worst(drafted: &[Drafted], golden: &Rows) -> f32 {
+    assert_eq!(drafted.len(), golden.logits.len());
+    let differences = drafted.iter().zip(&golden.logits).flat_map(|(drafted, golden)| {
+        assert_eq!(drafted.logits.len(), golden.len());
+        drafted.logits.iter().zip(golden).map(|(ours, golden)| (ours - golden).abs())
+    });
+    differences.fold(0.0, f32::max)
+}
+
+#[test]
+fn mtp_logits_are_the_goldens() {
+    let golden = rows("mtp");
+    for tp in [1, 2, 8] {
+        let worst = worst(&draft(demo(), mtp, &golden, tp), &golden);
+        println!("MTP on {tp} ranks: max |Δlogit| {worst:e}");
+        assert!(worst < 2e-3, "on {tp} ranks: {worst}");
+    }
+}
+
+#[test]
+fn eagle3_logits_are_the_goldens() {
+    let golden = rows("eagle3");
+    for tp in [1, 2, 8] {
+        let worst = worst(&draft(demo(), eagle3, &golden, tp), &golden);
+        println!("EAGLE-3 on {tp} ranks: max |Δlogit| {worst:e}");
+        assert!(worst < 2e-3, "on {tp} ranks: {worst}");
+    }
+}
+
+fn edited(edit: impl FnOnce(&mut Tensors)) -> Copy {
+    let copy = Copy::of(DEMO);
+    copy.edit_tensors(edit);
+    copy
+}
+
+fn directory(copy: &Copy) -> Source {
+    Source::Directory(copy.path().to_owned())
+}
+
+/// A wiring that is wrong is one that the golden tells from the right one: each of these edits of
+/// the checkpoint is what the mistake would do.
+#[test]
+fn the_golden_sees_mtp_wired_wrongly() {
+    let golden = rows("mtp");
+    let seen = |what: &str, edit: &dyn Fn(&mut Tensors)| {
+        let copy = edited(edit);
+        let worst = worst(&draft(directory(&copy), mtp, &golden, 1), &golden);
+        println!("{what}: max |Δlogit| {worst}");
+        assert!(worst > 0.1, "{what}: {worst}");
+    };
+    seen("hidden state before embedding in eh_proj", &|tensors| {
+        let matrix = tensors.get(&format!("{LAYER}eh_proj.weight"));
+        let row = matrix.bytes.len() / matrix.shape[0];
+        matrix.bytes.chunks_exact_mut(row).for_each(|row| row.rotate_left(row.len() / 2));
+    });
+    seen("enorm and hnorm swapped", &|tensors| {
+        let enorm = tensors.get(&format!("{LAYER}enorm.weight")).bytes.clone();
+        let hnorm = tensors.get(&format!("{LAYER}hnorm.weight"));
+        let hnorm = std::mem::replace(&mut hnorm.bytes, enorm);
+        tensors.get(&format!("{LAYER}enorm.weight")).bytes = hnorm;
+    });
+    seen("the model's norm for shared_head.norm", &|tensors| {
+        let norm = tensors.get("model.norm.weight").bytes.clone();
+        tensors.get(&format!("{LAYER}shared_head.norm.weight")).bytes = norm;
+    });
+}
+
+fn load(copy: &Copy, draft: DraftChoice) -> talon::error::Result<Engine> {
+    let options = LoadOptions { draft, draft_tokens: Some(3), ..LoadOptions::default() };
+    Engine::load(directory(copy), &options, &|_, _| {})
+}
+
+fn refusal(copy: &Copy) -> String {
+    let error = load(copy, DraftChoice::Mtp).err().expect("--draft mtp was taken");
+    assert_eq!(error.exit_code(), 2);
+    error.to_string()
+}
+
+/// Without a drafter the engine generates what it should, and guesses nothing.
+fn auto_goes_on_without(copy: &Copy) {
+    let mut engine = load(copy, DraftChoice::Auto).unwrap();
+    assert_eq!(engine.drafter(), None);
+    let golden = golden("chat-0");
+    let generation =
+        engine.generate(&greedy(&golden.prompt, 8), |_| Ok(talon::engine::Flow::Continue)).unwrap();
+    assert_eq!(generation.tokens, golden.greedy[..8]);
+    assert!(generation.rounds.iter().all(|round| round.drafted == 0));
+}
+
+#[test]
+fn an_absent_mtp_layer_is_named_or_done_without() {
+    let copy = edited(|tensors| tensors.0.retain(|name, _| !name.starts_with(LAYER)));
+    let error = refusal(&copy);
+    let named = ["--draft mtp", "model.layers.8.eh_proj", "enorm", "hnorm", "shared_head.norm"];
+    for word in named {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+    auto_goes_on_without(&copy);
+}
+
+#[test]
+fn a_zero_filled_mtp_layer_is_named_or_done_without() {
+    let copy = edited(|tensors| {
+        let of_layer = tensors.0.iter_mut().filter(|(name, _)| name.starts_with(LAYER));
+        of_layer.for_each(|(_, tensor)| tensor.bytes.fill(0));
+    });
+    let error = refusal(&copy);
+    for word in ["--draft mtp", "zeros", LAYER] {
+        assert!(error.contains(word), "{word} is not in: {error}");
+    }
+    auto_goes_on_without(&copy);
+}
+
+/// One empty matrix is enough to make the drafts noise.
+#[test]
+fn one_zero_filled_matrix_is_named() {
+    let name = format!("{LAYER}eh_proj");
+    let copy = edited(|tensors| tensors.get(&format!("{name}.weight")).bytes.fill(0));
+    let error = refusal(&copy);
+    assert!(error.contains(&name), "{error}");
+    auto_goes_on_without(&copy);
+}
+
+#[test]
+fn a_checkpoint_that_promises_no_mtp_layer_has_none() {
+    let copy = edited(|tensors| tensors.0.retain(|name, _| !name.starts_with(LAYER)));
+    copy.edit_json("config.json", |config| config["num_nextn_predict_layers"] = 0.into());
+    assert!(refusal(&copy).contains("num_nextn_predict_layers"));
+    auto_goes_on_without(&copy);
+}
+
+#[test]
+fn auto_takes_the_sub_folder_eagle3_before_the_mtp_layer() {
+    let copy = Copy::of(DEMO);
+    let drafter = |draft| load(&copy, draft).unwrap().drafter().map(str::to_owned);
+    assert_eq!(drafter(DraftChoice::Auto).as_deref(), Some("mtp"));
+    let folder = copy.path().join("eagle3");
+    std::fs::create_dir(&folder).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        let head = repository_file("demo/glm-demo-eagle3").join(file);
+        std::fs::copy(head, Path::new(&folder).join(file)).unwrap();
+    }
+    assert_eq!(drafter(DraftChoice::Auto).as_deref(), Some("eagle3"));
+    assert_eq!(drafter(DraftChoice::Mtp).as_deref(), Some("mtp"));
+    assert_eq!(drafter(DraftChoice::None), None);
+
+    // It drafts as the embedded one does.
+    let golden = golden("chat-3");
+    let request = greedy(&golden.prompt, 12);
+    let mut engine = load(&copy, DraftChoice::Auto).unwrap();
+    let mut embedded = engines::demo_engine(DraftChoice::Auto, 1);
+    let ours = run(&mut engine, &request, &mut ModelDrafter::default(), 3);
+    let theirs = run(&mut embedded, &request, &mut ModelDrafter::default(), 3);
+    assert_eq!(ours.tokens, run_plain(&mut engine, &request).tokens);
+    assert_eq!(engines::accepted(&ours), engines::accepted(&theirs));
+    assert!(ours.stats().acceptance_length() > Some(1.2));
+
+    // A damaged head is an error, not a reason to go on with something else.
+    std::fs::write(folder.join("config.json"), "{}").unwrap();
+    assert!(load(&copy, DraftChoice::Auto).is_err());
+}
