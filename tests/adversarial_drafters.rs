@@ -28,7 +28,7 @@ fn samplings() -> Vec<Sampling> {
 
 /// Calls `check` with an output of the random model, for each way of sampling and each k.
 fn for_each_chain(check: impl Fn(&mut Engine, &Request, &[u32], usize)) {
-    let mut engine = tiny_engine(None);
+    let mut engine = tiny_engine(None, 512);
     let mut random = Random(9);
     for _ in 0..soak() {
         let prompt: Vec<u32> = (0..20).map(|_| random.below(512) as u32).collect();
@@ -203,7 +203,7 @@ fn one_that_fails_leaves_no_sequence_behind() {
             Err(talon::error::Error::runtime("no idea"))
         }
     }
-    let mut engine = tiny_engine(None);
+    let mut engine = tiny_engine(None, 512);
     let request = greedy(&[1, 2, 3], 8);
     let plain = run_plain(&mut engine, &request).tokens;
     for _ in 0..3 {

@@ -104,7 +104,7 @@ fn different_tokens(engine: &mut Engine, prompt: &[u32]) -> (Sampling, Vec<u32>)
 
 /// Calls `check` for greedy and sampled requests, with and without logits.
 fn for_each_request(check: impl Fn(&mut Engine, &Request, &[u32])) {
-    let mut engine = tiny_engine(None);
+    let mut engine = tiny_engine(None, 512);
     let prompt = tiny_prompt();
     let hot = Sampling { temperature: 0.9, seed: 2, ..Sampling::GREEDY };
     for sampling in [Sampling::GREEDY, hot] {
@@ -147,7 +147,7 @@ fn the_caller_stops_at_every_place() {
 
 #[test]
 fn end_of_turn_at_every_place() {
-    let mut engine = tiny_engine(None);
+    let mut engine = tiny_engine(None, 512);
     let prompt = tiny_prompt();
     let (sampling, output) = different_tokens(&mut engine, &prompt);
     for place in 1..=TOKENS {
@@ -169,7 +169,7 @@ fn end_of_turn_at_every_place() {
 #[test]
 fn context_limit_at_every_place() {
     let prompt = tiny_prompt();
-    let output = engines::run_plain(&mut tiny_engine(None), &greedy(&prompt, TOKENS)).tokens;
+    let output = engines::run_plain(&mut tiny_engine(None, 512), &greedy(&prompt, TOKENS)).tokens;
     // The last token needs no room in the cache.
     for room in 0..TOKENS {
         let source = Source::Directory(repository_file("tests/fixtures/tiny-random"));
@@ -238,7 +238,7 @@ fn stop_string_at_every_place() {
 /// An error of the caller ends the generation inside a chain; the sequence is free again.
 #[test]
 fn the_callers_error_at_every_place() {
-    let mut engine = tiny_engine(None);
+    let mut engine = tiny_engine(None, 512);
     let prompt = tiny_prompt();
     let request = greedy(&prompt, TOKENS);
     let output = engines::run_plain(&mut engine, &request).tokens;

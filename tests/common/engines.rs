@@ -32,13 +32,13 @@ pub fn demo_engine(draft: DraftChoice, tp: usize) -> Engine {
 }
 
 /// The random model of 512 tokens, which attends to 8 positions; with one of its random heads.
-pub fn tiny_engine(head: Option<&str>) -> Engine {
+pub fn tiny_engine(head: Option<&str>, context: usize) -> Engine {
     let draft = match head {
         Some(head) => DraftChoice::Directory(repository_file("tests/fixtures/eagle3").join(head)),
         None => DraftChoice::None,
     };
     let source = Source::Directory(repository_file("tests/fixtures/tiny-random"));
-    load(source, &LoadOptions { draft, context: Some(512), ..LoadOptions::default() })
+    load(source, &LoadOptions { draft, context: Some(context), ..LoadOptions::default() })
 }
 
 pub fn read_json(path: &str) -> Value {
