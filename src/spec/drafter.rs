@@ -103,3 +103,78 @@ impl Proposer for ModelDrafter {
         self.catch_up(backend, history, 0).map(drop)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{Drafted, RowResult, Step};
+
+    /// Keeps 8 positions and writes down what it is asked for.
+    #[derive(Default)]
+    struct Recorder(Vec<Draft>);
+
+    impl Backend for Recorder {
+        fn step(&mut self, _step: Step) -> Result<Vec<RowResult>> {
+            unreachable!("a drafter runs no steps")
+        }
+
+        fn draft(&mut self, draft: Draft) -> Result<Vec<Drafted>> {
+            let drafted = Drafted { token: 7, probability: 0.5, logits: Vec::new() };
+            let answer = vec![drafted; draft.count];
+            self.0.push(draft);
+            Ok(answer)
+        }
+
+        fn feature_positions(&self) -> usize {
+            8
+        }
+    }
+
+    /// Asks for `count` guesses with `cached` of the tokens 0, 1, 2, … in the cache and one pending;
+    /// returns (first, position, tokens) of the drafts that came of it.
+    fn ask(
+        drafter: &mut ModelDrafter,
+        cached: usize,
+        count: usize,
+    ) -> Vec<(usize, usize, Vec<u32>)> {
+        let mut backend = Recorder::default();
+        let tokens: Vec<u32> = (0..=cached as u32).collect();
+        let history = History { sequence: 0, tokens: &tokens, cached };
+        let guesses = drafter.propose(&mut backend, history, count).expect("a draft");
+        assert_eq!(guesses.len(), if backend.0.is_empty() { 0 } else { count });
+        backend.0.into_iter().map(|draft| (draft.first, draft.position, draft.tokens)).collect()
+    }
+
+    #[test]
+    fn each_confirmed_row_runs_once_with_the_token_behind_it() {
+        let mut drafter = ModelDrafter::default();
+        assert_eq!(ask(&mut drafter, 3, 2), [(0, 0, vec![1, 2, 3])]);
+        assert_eq!(ask(&mut drafter, 4, 2), [(0, 3, vec![4])]);
+        assert_eq!(ask(&mut drafter, 7, 0), [(0, 4, vec![5, 6, 7])]);
+        // There is nothing new to draft from.
+        assert_eq!(ask(&mut drafter, 7, 2), []);
+    }
+
+    #[test]
+    fn after_a_rest_it_begins_where_the_features_begin() {
+        let mut drafter = ModelDrafter::default();
+        ask(&mut drafter, 3, 2);
+        // 8 positions are kept: 3..=10.
+        assert_eq!(ask(&mut drafter, 11, 2), [(0, 3, (4..=11).collect())]);
+        // 13..=20, and what was before them is not seen any more.
+        assert_eq!(ask(&mut drafter, 21, 2), [(13, 13, (14..=21).collect())]);
+        assert_eq!(ask(&mut drafter, 22, 2), [(13, 21, vec![22])]);
+    }
+
+    #[test]
+    fn the_last_row_of_a_prompt_waits_for_the_first_token() {
+        let mut drafter = ModelDrafter::default();
+        let mut backend = Recorder::default();
+        let history = |cached| History { sequence: 0, tokens: &[0, 1, 2, 3], cached };
+        drafter.follow(&mut backend, history(2)).expect("a draft");
+        drafter.follow(&mut backend, history(4)).expect("a draft");
+        let asked = backend.0.iter().map(|draft| (draft.position, &draft.tokens[..], draft.count));
+        assert!(asked.eq([(0, &[1, 2][..], 0), (2, &[3][..], 0)]));
+        assert_eq!(ask(&mut drafter, 4, 1), [(0, 3, vec![4])]);
+    }
+}
