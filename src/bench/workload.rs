@@ -25,6 +25,11 @@ pub struct Prompt {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged)]
 pub enum PromptText {
+    /// Token ids.
+    Ids {
+        /// The ids.
+        ids: Vec<u32>,
+    },
     /// Plain text to complete.
     Raw {
         /// The text as it stands.

@@ -11,8 +11,8 @@ pub struct Normalised {
 
 /// Options without a value. A `-` after any other option is that option's value (stdout); any other
 /// `-` is the prompt (stdin), which argh takes only behind a `--`.
-const SWITCHES: [&str; 6] =
-    ["--help", "--ignore-eos", "--ignore-index", "--no-think", "--raw", "--scales"];
+const SWITCHES: [&str; 7] =
+    ["--help", "--ignore-eos", "--ignore-index", "--no-think", "--raw", "--scales", "--sweep"];
 
 /// Rewrites `args` up to a `--`; what follows is text, whatever it looks like.
 pub fn normalise(args: Vec<String>) -> Normalised {

@@ -24,6 +24,7 @@ use crate::error::{Error, Kind};
     note = "Options may be written --name value or --name=value. -v (or RUST_LOG) logs more.",
     error_code(1, "failed while running"),
     error_code(2, "bad arguments or bad input (checkpoint, prompt file)"),
+    error_code(3, "bench: speculation changed the text, which it must not"),
     error_code(130, "interrupted")
 )]
 struct Talon {
@@ -61,7 +62,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
         Err(exit) => return report(&Error::input(usage_error(&exit.output))),
     };
     let done = match talon.command {
-        Command::Bench(command) => command.run(),
+        Command::Bench(command) => return finish(command.run()),
         Command::Generate(command) => command.run(),
         Command::Verify(command) => return finish(command.run()),
         Command::Version(command) => command.run(),

@@ -23,7 +23,7 @@ use log::{info, warn};
 use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Quantization, Weights};
-use crate::spec::{AdaptivePolicy, Policy};
+use crate::spec::Policy;
 use crate::weights::{
     Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes,
 };
@@ -200,7 +200,7 @@ impl Engine {
         let slots = session::Slots::new(limits.parallel);
         let policy = match options.draft_tokens {
             Some(count) => Policy::Fixed(count),
-            None => Policy::Adaptive(AdaptivePolicy::default()),
+            None => Policy::adaptive(),
         };
         Ok(Self { config, text, layout, ranks, slots, limits, drafter, policy })
     }
