@@ -12,7 +12,7 @@ use serde_json::json;
 use super::simulate::SimulatedDrafter;
 use super::workload::{Prompt, PromptText};
 use crate::engine::{Engine, Flow, Generation, Request, Round, Sampling};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::spec::{ModelDrafter, Policy, SpeculationStats};
 use crate::text::TemplateOptions;
 
@@ -142,7 +142,7 @@ impl Run {
 /// Input error if a prompt does not fit the context or the model has no tokenizer for it.
 pub fn measure(engine: &mut Engine, plan: &Plan, mut done: impl FnMut()) -> Result<Measured> {
     let prompts: Vec<Vec<u32>> =
-        plan.prompts.iter().map(|prompt| encode(engine, &prompt.text)).collect::<Result<_>>()?;
+        plan.prompts.iter().map(|prompt| encode(engine, prompt)).collect::<Result<_>>()?;
     let stop_ids = match (plan.ignore_eos, engine.text_if_any()) {
         (false, Some(text)) => text.generation().eos_token_ids.clone(),
         (false, None) => engine.config().eos_token_id.clone(),
@@ -286,8 +286,24 @@ fn first_difference(a: &[u32], b: &[u32]) -> Option<usize> {
     (common < a.len().max(b.len())).then_some(common)
 }
 
+/// A prompt's ids, refused before anything is measured if they cannot run.
+fn encode(engine: &Engine, prompt: &Prompt) -> Result<Vec<u32>> {
+    let ids = encode_text(engine, &prompt.text)
+        .map_err(|e| Error::input(format!("prompt {}: {e}", prompt.id)))?;
+    let context = engine.limits().context;
+    if ids.is_empty() || ids.len() >= context {
+        return Err(Error::input(format!(
+            "prompt {}: {} tokens, expected 1 to {} for a context of {context}; see --context",
+            prompt.id,
+            ids.len(),
+            context - 1
+        )));
+    }
+    Ok(ids)
+}
+
 /// Questions are asked without thinking: an answer is what a class is about.
-fn encode(engine: &Engine, prompt: &PromptText) -> Result<Vec<u32>> {
+fn encode_text(engine: &Engine, prompt: &PromptText) -> Result<Vec<u32>> {
     let options = TemplateOptions { enable_thinking: false, ..TemplateOptions::default() };
     match prompt {
         PromptText::Ids { ids } => Ok(ids.clone()),

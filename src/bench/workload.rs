@@ -74,6 +74,13 @@ pub fn read_prompts(file: &str, text: &str) -> Result<Vec<Prompt>> {
                  (or \"raw\", or \"messages\" and \"tools\")"
             ))
         })?;
+        // They are printed in tables.
+        let is_name = |name: &str| name.len() <= 40 && !name.contains(char::is_control);
+        if prompt.class.is_empty() || !is_name(&prompt.class) || !is_name(&prompt.id) {
+            return Err(Error::input(format!(
+                "{file}: line {number}: class and id must be short printable names"
+            )));
+        }
         if prompt.id.is_empty() {
             let before = prompts.iter().filter(|other| other.class == prompt.class).count();
             prompt.id = format!("{}-{before}", prompt.class);

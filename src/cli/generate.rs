@@ -1,6 +1,6 @@
 //! `talon generate`: one prompt, one answer, streamed.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 use std::time::{Duration, SystemTime};
 
 use argh::FromArgs;
@@ -8,8 +8,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
 use super::model_options::{DraftOptions, ModelOptions};
-use super::terminal::{dim_stderr, print, write_json};
-use crate::engine::{Engine, Flow, Generation, OutputText, Request, Sampling};
+use super::terminal::{check_writable, dim_stderr, print, print_stderr, write_json};
+use crate::engine::{Engine, Flow, Generation, OutputText, Request, Sampling, opens_reasoning};
 use crate::error::{Error, Result};
 use crate::text::{SplitText, TemplateOptions};
 
@@ -142,6 +142,9 @@ pub struct GenerateCommand {
 impl GenerateCommand {
     pub fn run(self) -> Result<()> {
         self.check()?;
+        for target in self.json.iter().chain(&self.logits) {
+            check_writable(target)?;
+        }
         let sampling_seed = self.seed.unwrap_or_else(fresh_seed);
         let prompt = self.prompt_text()?;
         let model = ModelOptions {
@@ -272,11 +275,16 @@ impl GenerateCommand {
             keep_logits: self.logits.is_some(),
             speculate: true,
         };
-        let thinking = !self.raw && self.tokens.is_none() && !self.no_think;
-        let mut output = match &text {
-            Some(text) => Some(OutputText::new(text, self.stop.clone(), thinking)?),
-            None => None,
-        };
+        let mut output = None;
+        if let Some(text) = &text {
+            // Only a chat is known to have a place for reasoning.
+            let chat = !self.raw && self.tokens.is_none();
+            let thinking = chat && opens_reasoning(text, prompt_ids);
+            if thinking && self.no_think {
+                log::warn!("--no-think: this model's chat template has no way to turn it off");
+            }
+            output = Some(OutputText::new(text, self.stop.clone(), thinking)?);
+        }
         let mut sink =
             Sink { whole: SplitText::default(), quiet: self.json.as_deref() == Some("-") };
         let generation = engine.generate(&request, |token| {
@@ -305,13 +313,11 @@ impl Sink {
     fn show(&mut self, split: SplitText) -> Result<()> {
         if !self.quiet {
             if !split.reasoning.is_empty() {
-                eprint!("{}", dim_stderr(&split.reasoning));
-                // Nothing to do if stderr is gone.
-                let _ = std::io::stderr().flush();
+                print_stderr(&dim_stderr(&split.reasoning));
             }
             if !split.answer.is_empty() {
                 if self.whole.answer.is_empty() && !self.whole.reasoning.is_empty() {
-                    eprintln!();
+                    print_stderr("\n");
                 }
                 print(&split.answer)?;
             }

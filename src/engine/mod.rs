@@ -11,7 +11,7 @@ mod text_model;
 
 pub use drafting::DraftChoice;
 pub use generate::{Finish, Flow, Generation, Request, Round};
-pub use output::OutputText;
+pub use output::{OutputText, opens_reasoning};
 pub use sampler::Sampling;
 pub use session::Session;
 pub use text_model::TextModel;
