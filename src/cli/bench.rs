@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
     name = "bench",
     example = "{command_name}",
     example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json",
-    example = "{command_name} --draft mtp --draft-tokens 3 --html report.html",
+    example = "{command_name} --draft mtp --draft-tokens 3 --sweep",
+    example = "{command_name} --model synthetic:glm-5.2 --layers 4 --simulate-acceptance 2.6",
     note = "Every prompt runs once plainly and once with speculation, one after the other; warm-up runs\nare not counted. tok/s is the tokens after the first over the time after the first.",
     error_code(3, "speculation changed the text, which it must not")
 )]
@@ -65,9 +66,14 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "file")]
     json: Option<String>,
 
-    /// checkpoint directory, or demo, the model in this binary (default: demo)
+    /// checkpoint directory; demo, the model in this binary; or synthetic:glm-5.2, true shapes with
+    /// random weights (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
+
+    /// only the first layers of a synthetic model
+    #[argh(option, arg_name = "n")]
+    layers: Option<usize>,
 
     /// auto, cpu or cuda (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
@@ -105,7 +111,8 @@ impl BenchCommand {
         let plan = Plan {
             prompts: self.prompts()?,
             max_tokens: self.max_tokens,
-            ignore_eos: self.ignore_eos,
+            // Random weights end a turn at random.
+            ignore_eos: self.ignore_eos || self.model.starts_with("synthetic:"),
             sweep: if self.sweep { (1..=7).collect() } else { Vec::new() },
             simulated_acceptance: self.simulate_acceptance,
         };
@@ -120,6 +127,7 @@ impl BenchCommand {
         }
         let model = ModelOptions {
             model: &self.model,
+            layers: self.layers,
             backend: &self.backend,
             tp: self.tp,
             context: self.context,

@@ -110,9 +110,14 @@ pub struct GenerateCommand {
     #[argh(option, arg_name = "x")]
     draft_rope_theta: Option<f32>,
 
-    /// checkpoint directory, or demo, the model in this binary (default: demo)
+    /// checkpoint directory; demo, the model in this binary; or synthetic:glm-5.2, true shapes with
+    /// random weights (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
+
+    /// only the first layers of a synthetic model
+    #[argh(option, arg_name = "n")]
+    layers: Option<usize>,
 
     /// auto, cpu or cuda (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
@@ -149,6 +154,7 @@ impl GenerateCommand {
         let prompt = self.prompt_text()?;
         let model = ModelOptions {
             model: &self.model,
+            layers: self.layers,
             backend: &self.backend,
             tp: self.tp,
             context: self.context,

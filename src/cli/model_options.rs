@@ -9,6 +9,7 @@ use super::progress::Progress;
 /// The values of the shared options, as each command's argh struct hands them over.
 pub struct ModelOptions<'a> {
     pub model: &'a str,
+    pub layers: Option<usize>,
     pub backend: &'a str,
     pub tp: usize,
     pub context: Option<usize>,
@@ -89,10 +90,11 @@ impl ModelOptions<'_> {
             ..LoadOptions::default()
         };
         let progress = Progress::bytes("checking scales");
-        let engine = Engine::load(Source::from_name(self.model), &options, &|bytes, total| {
-            progress.of(total);
-            progress.add(bytes);
-        });
+        let engine =
+            Engine::load(Source::from_name(self.model, self.layers)?, &options, &|bytes, total| {
+                progress.of(total);
+                progress.add(bytes);
+            });
         progress.finish();
         engine
     }

@@ -60,7 +60,7 @@ const SHOWN_PER_KIND: usize = 5;
 impl VerifyCommand {
     pub fn run(self) -> Result<ExitCode> {
         check_tp(self.tp)?;
-        let source = Source::from_name(&self.model);
+        let source = Source::from_name(&self.model, None)?;
         let Opened { config, quantization, checkpoint, manifest, audit } =
             Opened::new(source.clone(), self.ignore_index)?;
         let mut problems = audit.problems.clone();

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Quantization, Weights};
 use crate::spec::Policy;
 use crate::weights::{
-    Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes,
+    Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes, synthetic,
 };
 
 /// Settings of a load.
@@ -127,8 +127,11 @@ impl Opened {
             (&config_name, &config_json),
             quant_json.as_deref().map(|json| (quant_name.as_str(), json)),
         )?;
-        let checkpoint = Checkpoint::open(source, ignore_index)?;
         let manifest = Manifest::glm5()?;
+        let checkpoint = match source {
+            Source::Synthetic(..) => synthetic(source, &manifest, &config.geometry())?,
+            source => Checkpoint::open(source, ignore_index)?,
+        };
         let audit = audit(&checkpoint, &manifest, &config.geometry())?;
         Ok(Self { config, quantization, checkpoint, manifest, audit })
     }

@@ -65,6 +65,13 @@ struct IndexMetadata {
     total_size: Option<serde_json::Number>,
 }
 
+impl Shard {
+    /// A shard by its name and bytes.
+    pub fn new(name: String, bytes: Bytes) -> Self {
+        Self { name, bytes }
+    }
+}
+
 impl Checkpoint {
     /// Opens the shards of `source`: those that the index names or, with `ignore_index` or without
     /// an index, all `*.safetensors` files. Reads headers only.

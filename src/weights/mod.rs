@@ -14,6 +14,7 @@ mod manifest;
 mod mmap;
 mod scales;
 mod source;
+mod synthetic;
 
 pub use audit::{Audit, MtpState, Problem, Resolved, Severity, audit};
 pub use checkpoint::{Checkpoint, TensorRef};
@@ -25,3 +26,4 @@ pub use manifest::{Axis, Entry, Format, Geometry, LayerShape, Manifest, Module, 
 pub use mmap::Bytes;
 pub use scales::{check_scales, scale_bytes};
 pub use source::{EmbeddedFile, Source};
+pub use synthetic::synthetic;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::demo::{demo, demo_eagle3};
 use super::mmap::Bytes;
+use super::synthetic::config_json;
 use crate::error::{Error, Result};
 
 /// A file that is part of the binary.
@@ -16,27 +17,44 @@ pub struct EmbeddedFile {
 }
 
 /// A read-only collection of named files.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub enum Source {
     /// A checkpoint directory.
     Directory(PathBuf),
     /// Files inside the binary, and the name to show for them.
     Embedded(&'static str, &'static [EmbeddedFile]),
+    /// A model of true shapes with random weights: its name and its config.json.
+    Synthetic(String, Bytes),
 }
 
 impl Source {
-    /// The source that `--model` names: `demo`, or a directory.
-    pub fn from_name(model: &str) -> Self {
-        match model {
+    /// The source that `--model` names: `demo`, `synthetic:glm-5.2` and its like, or a directory.
+    /// `layers` cuts a synthetic model to its first layers.
+    ///
+    /// # Errors
+    /// Input error for a synthetic model that is not known, or layers of one that is not synthetic.
+    pub fn from_name(model: &str, layers: Option<usize>) -> Result<Self> {
+        if let Some(name) = model.strip_prefix("synthetic:") {
+            let json = config_json(name, layers)?;
+            return Ok(Source::Synthetic(model.to_owned(), Bytes::owned(json)));
+        }
+        if let Some(layers) = layers {
+            return Err(Error::input(format!(
+                "--layers {layers}: only synthetic models can be cut, such as --model \
+                 synthetic:glm-5.2"
+            )));
+        }
+        Ok(match model {
             "demo" => demo(),
             path => Source::Directory(PathBuf::from(path)),
-        }
+        })
     }
 
     /// The EAGLE-3 head that came with this checkpoint: its sub-folder `eagle3`.
     pub fn eagle3_head(&self) -> Option<Self> {
         match self {
             Source::Embedded(..) => Some(demo_eagle3()),
+            Source::Synthetic(..) => None,
             Source::Directory(directory) => {
                 let head = directory.join("eagle3");
                 head.is_dir().then_some(Source::Directory(head))
@@ -49,6 +67,7 @@ impl Source {
         match self {
             Source::Directory(directory) => directory.join(file).display().to_string(),
             Source::Embedded(name, _) => format!("{name}/{file}"),
+            Source::Synthetic(name, _) => format!("{name}/{file}"),
         }
     }
 
@@ -66,6 +85,7 @@ impl Source {
                 let found = files.iter().find(|embedded| embedded.name == file);
                 Ok(found.map(|embedded| Bytes::embedded(embedded.bytes)))
             }
+            Source::Synthetic(_, config) => Ok((file == "config.json").then(|| config.clone())),
         }
     }
 
@@ -108,6 +128,7 @@ impl Source {
                 names
             }
             Source::Embedded(_, files) => files.iter().map(|file| file.name.to_owned()).collect(),
+            Source::Synthetic(..) => vec!["config.json".to_owned()],
         };
         names.sort();
         Ok(names)
