@@ -84,7 +84,9 @@ impl VerifyCommand {
         if self.scales {
             let progress = Progress::bytes("reading scales");
             progress.of(scale_bytes(&audit));
-            problems.extend(check_scales(&checkpoint, &audit, &|bytes| progress.add(bytes)));
+            problems.extend(check_scales(&checkpoint, &manifest, &audit, &|bytes| {
+                progress.add(bytes);
+            }));
             progress.finish();
         }
         problems.extend(self.hashes(&source)?);

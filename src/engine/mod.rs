@@ -161,7 +161,7 @@ impl Engine {
         manifest.check_ranks(&config.geometry(), options.tp)?;
 
         let total = scale_bytes(&audit);
-        let bad = check_scales(&checkpoint, &audit, &|bytes| progress(bytes, total));
+        let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
         if let Some(first) = bad.first() {
             return Err(Error::input(first.line()));
         }

@@ -140,12 +140,6 @@ impl Checkpoint {
         self.tensors = self.tensors.drain().map(|(old, tensor)| (name(&old), tensor)).collect();
     }
 
-    /// Name of a tensor, found by its place; for messages only, as it searches.
-    pub fn name_of(&self, tensor: &TensorRef) -> Option<&str> {
-        let mut tensors = self.tensors.iter();
-        tensors.find(|(_, found)| found.number == tensor.number).map(|(name, _)| name.as_str())
-    }
-
     fn add_shard(&mut self, name: &str, bytes: Bytes, header: ShardHeader) {
         let shard = self.shards.len();
         self.shards.push(Shard { name: name.to_owned(), bytes });
