@@ -1,4 +1,5 @@
-//! Reads every scale of a checkpoint and checks that it is a finite number.
+//! Reads every scale of a checkpoint and checks that it is a finite number, and that no tensor of
+//! them is zero throughout.
 //!
 //! One NaN scale turns a whole block of weights into NaN and every answer into noise, so loading
 //! does this too.
@@ -63,6 +64,26 @@ fn check(
     tensor: &TensorRef,
 ) -> Option<Problem> {
     let bytes = checkpoint.bytes(tensor);
+    // No exporter writes such scales: they would make a whole module zero. Activation scales are
+    // not used, whatever they are.
+    let empty = role != Role::Unused && !bytes.is_empty() && bytes.iter().all(|byte| *byte == 0);
+    let problem = |kind, expected: &str, found: String| {
+        let name = &module.module.name;
+        let part = manifest.formats[module.format].parts.iter().find(|part| part.role == role);
+        Problem {
+            kind,
+            severity: Severity::Error,
+            file: checkpoint.file_of(tensor),
+            tensor: Some(part.map_or_else(|| name.clone(), |part| part.tensor_name(name))),
+            expected: expected.into(),
+            found,
+            fix: "fetch the shard again and compare it with --check-hashes".into(),
+        }
+    };
+    if empty {
+        let found = "zero scales, as a hole in a download leaves them".into();
+        return Some(problem("zero_scale", "scales above zero", found));
+    }
     let (index, value) = match tensor.dtype {
         Dtype::F8_E4M3 => {
             let index = bytes.iter().position(|code| decode_e4m3(*code).is_nan())?;
@@ -80,15 +101,5 @@ fn check(
         }
         _ => return None,
     };
-    let name = &module.module.name;
-    let part = manifest.formats[module.format].parts.iter().find(|part| part.role == role);
-    Some(Problem {
-        kind: "bad_scale",
-        severity: Severity::Error,
-        file: checkpoint.file_of(tensor),
-        tensor: Some(part.map_or_else(|| name.clone(), |part| part.tensor_name(name))),
-        expected: "finite scales".into(),
-        found: format!("{value} at element {index}"),
-        fix: "fetch the shard again and compare it with --check-hashes".into(),
-    })
+    Some(problem("bad_scale", "finite scales", format!("{value} at element {index}")))
 }
