@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::LazyLock;
 
-use common::{Copy, DEMO, INDEX, SHARD_1, Tensor, Tensors, generate, read_json, repository};
+use common::{Copy, DEMO, INDEX, SHARD_1, TINY, Tensor, Tensors, generate, read_json, repository};
 use serde_json::{Value, json};
 use talon::weights::decode_e4m3;
 
