@@ -185,16 +185,6 @@ impl Engine {
             tp: options.tp,
             vocab_limit: vocabulary.min(config.vocab_size),
         };
-        if limits.context > config.max_position_embeddings {
-            warn!(
-                "--context {}: the model was made for {} positions (max_position_embeddings); \
-                 answers beyond them may be noise",
-                limits.context, config.max_position_embeddings
-            );
-        }
-        memory::warn_if_larger_than_memory(
-            checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
-        );
         let cpu = CpuOptions {
             tp: limits.tp,
             context: limits.context,
@@ -209,6 +199,16 @@ impl Engine {
             options.draft_rope_theta,
         )?;
         memory::check_fits(cache_bytes(&config, &cpu, &draft), &limits)?;
+        if limits.context > config.max_position_embeddings {
+            warn!(
+                "--context {}: the model was made for {} positions (max_position_embeddings); \
+                 answers beyond them may be noise",
+                limits.context, config.max_position_embeddings
+            );
+        }
+        memory::warn_if_larger_than_memory(
+            checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
+        );
 
         let layout = audit.layout.clone();
         let weights = Weights::new(checkpoint, manifest, audit)?;
