@@ -21,8 +21,9 @@ use std::sync::Arc;
 use log::{info, warn};
 
 use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
-use crate::error::{Error, Result};
-use crate::model::{ModelConfig, Quantization, Weights};
+use crate::error::{Error, Result, one_line};
+pub use crate::model::ModelConfig;
+use crate::model::{Eagle3Head, Quantization, Weights};
 use crate::spec::Policy;
 use crate::weights::{
     Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes, synthetic,
@@ -137,6 +138,11 @@ impl Opened {
     }
 }
 
+/// Why an EAGLE-3 head cannot draft for a model of this config, if it cannot.
+pub fn eagle3_fault(head: Source, config: &ModelConfig) -> Option<Error> {
+    Eagle3Head::open(head, config, None).err()
+}
+
 impl Engine {
     /// Loads a model. `progress` is called with (bytes of scales checked since the last call, all
     /// such bytes), from several threads.
@@ -155,16 +161,18 @@ impl Engine {
             warn!("{}", warning.line());
         }
         if !config.unhandled.is_empty() {
-            warn!(
+            // The keys are foreign text.
+            let line = format!(
                 "{}: keys that talon does not know: {}",
                 checkpoint.source.display("config.json"),
                 config.unhandled.join(", ")
             );
+            warn!("{}", one_line(line));
         }
-        manifest.check_ranks(&config.geometry(), options.tp)?;
+        audit.check_ranks(&manifest, &config.geometry(), options.tp)?;
 
         let total = scale_bytes(&audit);
-        let bad = check_scales(&checkpoint, &audit, &|bytes| progress(bytes, total));
+        let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
         if let Some(first) = bad.first() {
             return Err(Error::input(first.line()));
         }
@@ -194,6 +202,16 @@ impl Engine {
             options.draft_rope_theta,
         )?;
         memory::check_fits(cache_bytes(&config, &cpu, &draft), &limits)?;
+        if limits.context > config.max_position_embeddings {
+            warn!(
+                "--context {}: the model was made for {} positions (max_position_embeddings); \
+                 answers beyond them may be noise",
+                limits.context, config.max_position_embeddings
+            );
+        }
+        memory::warn_if_larger_than_memory(
+            checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
+        );
 
         let layout = audit.layout.clone();
         let weights = Weights::new(checkpoint, manifest, audit)?;

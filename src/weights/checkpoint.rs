@@ -15,7 +15,8 @@ use super::mmap::Bytes;
 use super::source::Source;
 use crate::error::{Error, Result};
 
-const INDEX: &str = "model.safetensors.index.json";
+/// The file that says which shard holds which tensor.
+pub const INDEX: &str = "model.safetensors.index.json";
 
 /// Where a tensor lies and what it is.
 #[derive(Debug, Clone)]
@@ -147,12 +148,6 @@ impl Checkpoint {
         self.tensors = self.tensors.drain().map(|(old, tensor)| (name(&old), tensor)).collect();
     }
 
-    /// Name of a tensor, found by its place; for messages only, as it searches.
-    pub fn name_of(&self, tensor: &TensorRef) -> Option<&str> {
-        let mut tensors = self.tensors.iter();
-        tensors.find(|(_, found)| found.number == tensor.number).map(|(name, _)| name.as_str())
-    }
-
     fn add_shard(&mut self, name: &str, bytes: Bytes, header: ShardHeader) {
         let shard = self.shards.len();
         self.shards.push(Shard { name: name.to_owned(), bytes });
@@ -256,12 +251,17 @@ fn read_index(source: &Source) -> Result<Option<Index>> {
     let Some(bytes) = source.open(INDEX)? else {
         return Ok(None);
     };
-    serde_json::from_slice(&bytes).map(Some).map_err(|e| {
-        Error::input(format!(
-            "{}: not a shard index: {e}; fetch it again or go by the shards with --ignore-index",
-            source.display(INDEX)
-        ))
-    })
+    let file = source.display(INDEX);
+    let fix = "fetch it again or go by the shards with --ignore-index";
+    let index: Index = serde_json::from_slice(&bytes)
+        .map_err(|e| Error::input(format!("{file}: not a shard index: {e}; {fix}")))?;
+    let mut shards = index.weight_map.iter();
+    match shards.find(|(_, shard)| !Source::is_plain_name(shard)) {
+        None => Ok(Some(index)),
+        Some((tensor, shard)) => Err(Error::input(format!(
+            "{file}: {tensor}: expected the name of a file beside the index, found {shard:?}; {fix}"
+        ))),
+    }
 }
 
 fn extra_shards(

@@ -17,7 +17,7 @@ mod source;
 mod synthetic;
 
 pub use audit::{Audit, MtpState, Problem, Resolved, Severity, audit};
-pub use checkpoint::{Checkpoint, TensorRef};
+pub use checkpoint::{Checkpoint, INDEX, TensorRef};
 pub use demo::{demo, demo_eagle3};
 pub use formats::{Matrix, Slice, decode_e4m3};
 pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
