@@ -10,8 +10,6 @@ pub enum Kind {
     Runtime,
     /// Bad arguments or bad input (checkpoint, prompt file): exit code 2.
     Input,
-    /// Interrupted by the user: exit code 130.
-    Interrupted,
     /// The reader of our output went away, which is a success: exit code 0.
     BrokenPipe,
 }
@@ -37,11 +35,6 @@ impl Error {
         Self { kind: Kind::Runtime, message: one_line(message.into()) }
     }
 
-    /// The user pressed Ctrl-C.
-    pub fn interrupted() -> Self {
-        Self { kind: Kind::Interrupted, message: "interrupted".into() }
-    }
-
     /// Writing to stdout failed: a closed pipe is a success, anything else is a failure.
     pub fn output(error: std::io::Error) -> Self {
         let kind = match error.kind() {
@@ -62,7 +55,6 @@ impl Error {
             Kind::BrokenPipe => 0,
             Kind::Runtime => 1,
             Kind::Input => 2,
-            Kind::Interrupted => 130,
         }
     }
 }
@@ -99,7 +91,6 @@ mod tests {
     fn exit_codes_follow_the_contract() {
         assert_eq!(Error::runtime("").exit_code(), 1);
         assert_eq!(Error::input("").exit_code(), 2);
-        assert_eq!(Error::interrupted().exit_code(), 130);
         assert_eq!(Error::output(std::io::ErrorKind::BrokenPipe.into()).exit_code(), 0);
         assert_eq!(Error::output(std::io::ErrorKind::StorageFull.into()).exit_code(), 1);
     }

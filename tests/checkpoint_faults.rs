@@ -222,6 +222,21 @@ fn scales_that_are_no_numbers() {
     }
 }
 
+/// What an interrupted download leaves of a file whose length was set beforehand.
+#[test]
+fn scales_in_a_hole() {
+    for suffix in ["_scale", "_scale_2"] {
+        let scale = format!("{EXPERT}{suffix}");
+        let checkpoint = Copy::of(DEMO);
+        checkpoint.edit_tensors(|tensors| tensors.get(&scale).bytes.fill(0));
+        let words = [scale.as_str(), "zero scales, as a hole", "fetch the shard again"];
+        let verified = checkpoint.verify(&["--scales"]);
+        assert_eq!(verified.code, Some(2), "{verified:?}");
+        assert_names(&verified, &verified.stdout, &words);
+        assert_one_line(&checkpoint.generate(&[1], &["--max-tokens", "1"]), &words);
+    }
+}
+
 /// An index that disagrees with sound shards; `--ignore-index` goes by the shards.
 #[test]
 fn stale_index() {
@@ -310,4 +325,89 @@ fn no_checkpoint_at_all() {
     let index = read_json(&repository(TINY).join(INDEX));
     checkpoint.write(INDEX, index.to_string());
     assert_refused(&checkpoint, &[], &[SHARD_1, "no such file"]);
+}
+
+/// `verify` refuses the text files that a load refuses.
+#[test]
+fn text_files_that_cannot_be_used() {
+    for (file, text) in [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{\"added_tokens\": 3}"),
+        ("generation_config.json", "{\"top_p\": 7}"),
+    ] {
+        let checkpoint = Copy::of(DEMO);
+        checkpoint.write(file, text);
+        assert_refused(&checkpoint, &[], &[file, "from the checkpoint again"]);
+    }
+}
+
+/// A chat template is needed for chats alone.
+#[test]
+fn a_bad_template_is_refused_where_it_is_used() {
+    let checkpoint = Copy::of(DEMO);
+    checkpoint.write("chat_template.jinja", "a\n{% if %}");
+    let words = ["chat_template.jinja", "line 2", "syntax error"];
+    let verified = checkpoint.verify(&[]);
+    assert_eq!(verified.code, Some(2), "{verified:?}");
+    assert_names(&verified, &verified.stdout, &words);
+    let file = checkpoint.file("chat_template.jinja").display().to_string();
+    assert_eq!(verified.json()["problems"][0]["file"], file);
+    let generate = |more: &[&str]| {
+        let args = ["generate", "--model", checkpoint.arg(), "--max-tokens", "1", "hello"];
+        talon(&[&args, more].concat())
+    };
+    assert_one_line(&generate(&[]), &words);
+    let raw = generate(&["--raw"]);
+    assert_eq!(raw.code, Some(0), "{raw:?}");
+    assert_eq!(tokens(&checkpoint, &[]).as_array().unwrap().len(), 8);
+}
+
+/// An index reaches no file outside of its folder.
+#[test]
+fn index_with_paths() {
+    for name in ["../x.safetensors", "a/x.safetensors", "/etc/passwd", "..", ""] {
+        let checkpoint = Copy::of(TINY);
+        checkpoint.edit_json(INDEX, |index| index["weight_map"][NORM] = name.into());
+        assert_refused(&checkpoint, &[], &[INDEX, NORM, &format!("{name:?}"), "--ignore-index"]);
+    }
+}
+
+/// A drafter that cannot be used is no fault of the model.
+#[test]
+fn damaged_drafter_folder() {
+    let checkpoint = Copy::of(DEMO);
+    let head = checkpoint.file("eagle3");
+    std::fs::create_dir(&head).unwrap();
+    let check = |word: &str| {
+        let verified = checkpoint.verify(&[]);
+        assert_eq!(verified.code, Some(0), "{verified:?}");
+        let problem = &verified.json()["problems"][0];
+        assert_eq!((&problem["kind"], &problem["severity"]), (&"eagle3".into(), &"warning".into()));
+        assert_names(&verified, problem["found"].as_str().unwrap(), &["eagle3", word]);
+    };
+    check("not found");
+    let sound = repository("demo/glm-demo-eagle3");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(sound.join(file), head.join(file)).unwrap();
+    }
+    let verified = checkpoint.verify(&[]);
+    assert_eq!(verified.json()["problems"], json!([]), "{verified:?}");
+    checkpoint.edit_bytes("eagle3/model.safetensors", |bytes| bytes.truncate(100));
+    check("model.safetensors");
+    assert_eq!(tokens(&checkpoint, &["--draft", "none"]).as_array().unwrap().len(), 8);
+}
+
+/// A program that asks for JSON gets JSON, whatever is wrong.
+#[test]
+fn report_of_a_checkpoint_that_cannot_be_opened() {
+    let checkpoint = Copy::of(TINY);
+    checkpoint.write("config.json", "{");
+    let verified = checkpoint.verify(&[]);
+    assert_eq!(verified.code, Some(2), "{verified:?}");
+    let report = verified.json();
+    assert_eq!(report["ok"], false);
+    let problem = &report["problems"][0];
+    assert_eq!(problem["severity"], "error");
+    assert_eq!(problem["file"], checkpoint.file("config.json").display().to_string());
+    assert_names(&verified, problem["found"].as_str().unwrap(), &["not valid JSON"]);
 }

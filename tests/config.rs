@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use talon::model::ModelConfig;
 
 fn published(name: &str) -> Value {
-    read_json(&repository(&format!("tests/fixtures/configs/{name}.json")))
+    read_json(&repository(&format!("weights-manifest/configs/{name}.json")))
 }
 
 fn read(config: &Value) -> ModelConfig {

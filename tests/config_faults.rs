@@ -145,6 +145,8 @@ fn values_of_other_models() {
         ("hidden_size", json!(64.5)),
         ("hidden_size", json!("64")),
         ("vocab_size", json!(0)),
+        ("n_shared_experts", json!(0)),
+        ("index_topk", json!(0)),
         ("rms_norm_eps", json!(0)),
         ("eos_token_id", json!("end")),
         ("num_hidden_layers", json!(u64::MAX)),
@@ -231,4 +233,26 @@ fn total_size_that_disagrees() {
     let checkpoint = edited(DEMO, INDEX, |index| index["metadata"]["total_size"] = 17.into());
     assert_eq!(warnings(&checkpoint), ["index_total_size"]);
     assert_generates(&checkpoint, "17 bytes");
+}
+
+#[test]
+fn context_beyond_the_positions() {
+    let checkpoint = edited(TINY, CONFIG, |config| config["max_position_embeddings"] = 16.into());
+    let generate = |context: &str| {
+        let outcome = checkpoint.generate(&[1], &["--max-tokens", "1", "--context", context]);
+        assert_eq!(outcome.code, Some(0), "{outcome:?}");
+        outcome.stderr
+    };
+    assert!(generate("17").contains("--context 17: the model was made for 16 positions"));
+    assert!(!generate("16").contains("--context"));
+}
+
+/// A terminal would obey what stands in a key.
+#[test]
+fn keys_with_control_characters() {
+    let checkpoint = edited(TINY, CONFIG, |config| config["a\u{1b}[2J\nb"] = 1.into());
+    let outcome = checkpoint.generate(&[1], &["--max-tokens", "1"]);
+    assert_eq!(outcome.code, Some(0), "{outcome:?}");
+    let line = outcome.stderr.lines().find(|line| line.contains("does not know")).unwrap();
+    assert!(line.contains("a [2J b") && !outcome.stderr.contains('\u{1b}'), "{outcome:?}");
 }

@@ -18,7 +18,7 @@ use talon::weights::{Checkpoint, Geometry, Manifest, Module, Source, audit};
 type Listed = (String, &'static str, Vec<usize>);
 
 fn config_file(model: &str) -> std::path::PathBuf {
-    repository(&format!("tests/fixtures/configs/{model}.json"))
+    repository(&format!("weights-manifest/configs/{model}.json"))
 }
 
 fn geometry(model: &str) -> Geometry {

@@ -115,6 +115,15 @@ fn record_that_is_none() {
         let words = [record.as_str(), "not a record", "write it again"];
         assert_refused(&check(&checkpoint, &record), &words);
     }
+    let (missing, outside) = ("{\"files\": []}", ["/etc/passwd", "../x", "a/../../x", ""]);
+    std::fs::write(&record, missing).unwrap();
+    assert_refused(&check(&checkpoint, &record), &["lists no file", "write it again"]);
+    for name in outside {
+        let file = serde_json::json!({"name": name, "bytes": 1, "sha256": ""});
+        std::fs::write(&record, serde_json::json!({"files": [file]}).to_string()).unwrap();
+        let words = [record.as_str(), &format!("found {name:?}"), "write it again"];
+        assert_refused(&check(&checkpoint, &record), &words);
+    }
     assert_refused(&check(&checkpoint, "/no/such/record"), &["/no/such/record", "--check-hashes"]);
 }
 
@@ -135,4 +144,59 @@ fn record_inside_the_checkpoint() {
         let outcome = check(&checkpoint, record);
         assert_eq!(outcome.code, Some(0), "{outcome:?}");
     }
+}
+
+/// Finding the damaged file is what a record is for, also where the audit stops at that file.
+#[test]
+fn config_that_cannot_be_read() {
+    let (checkpoint, _directory, record) = recorded();
+    checkpoint.write("config.json", "{");
+    let outcome = check(&checkpoint, &record);
+    assert_refused(&outcome, &["config.json", "not valid JSON", "1 bytes"]);
+}
+
+#[test]
+fn record_that_cannot_be_written() {
+    let checkpoint = Copy::of(TINY);
+    let outcome = verify(&checkpoint, &["--write-hashes", "-"]);
+    common::assert_one_line(&outcome, &["--write-hashes -", "expected a file"]);
+    let outcome = verify(&checkpoint, &["--write-hashes", "/no/such/folder/record"]);
+    common::assert_one_line(&outcome, &["/no/such/folder/record", "--write-hashes"]);
+}
+
+/// "Every file" includes the EAGLE-3 head in its sub-folder, in a directory and in the binary.
+#[test]
+fn files_of_the_drafter() {
+    let directory = tempfile::tempdir().unwrap();
+    let record = directory.path().join("hashes.json").to_str().unwrap().to_owned();
+    let demo = talon(&["verify", "--model", "demo", "--write-hashes", &record]);
+    assert_eq!(demo.code, Some(0), "{demo:?}");
+    let names = |record: &str| -> Vec<String> {
+        files(record).iter().map(|file| file["name"].as_str().unwrap().to_owned()).collect()
+    };
+    assert!(names(&record).contains(&"eagle3/config.json".into()), "{:?}", names(&record));
+    assert!(names(&record).contains(&"eagle3/model.safetensors".into()));
+
+    let checkpoint = Copy::of(DEMO);
+    std::fs::create_dir(checkpoint.file("eagle3")).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        let sound = repository("demo/glm-demo-eagle3").join(file);
+        std::fs::copy(sound, checkpoint.file("eagle3").join(file)).unwrap();
+    }
+    let outcome = check(&checkpoint, &record);
+    assert_eq!(outcome.code, Some(0), "{outcome:?}");
+    checkpoint.edit_bytes("eagle3/model.safetensors", |bytes| *bytes.last_mut().unwrap() ^= 1);
+    assert_refused(&check(&checkpoint, &record), &["eagle3/model.safetensors", "SHA-256"]);
+}
+
+#[test]
+fn name_that_is_not_utf_8() {
+    use std::os::unix::ffi::OsStrExt;
+    let (checkpoint, _directory, record) = recorded();
+    let name = std::ffi::OsStr::from_bytes(b"note\xFF.txt");
+    std::fs::write(checkpoint.path().join(name), "mine").unwrap();
+    let outcome = verify(&checkpoint, &["--write-hashes", &record]);
+    assert_eq!(outcome.code, Some(0), "{outcome:?}");
+    assert!(outcome.stderr.contains("not UTF-8"), "{outcome:?}");
+    assert_eq!(files(&record).len(), 6);
 }

@@ -39,8 +39,8 @@ static HEADER: LazyLock<(Map<String, Value>, usize)> = LazyLock::new(|| {
 static CONFIGS: LazyLock<Vec<Value>> = LazyLock::new(|| {
     let file = |name: &str| read_json(&repository(name));
     vec![
-        file("tests/fixtures/configs/glm-5.2.json"),
-        file("tests/fixtures/configs/glm-5.json"),
+        file("weights-manifest/configs/glm-5.2.json"),
+        file("weights-manifest/configs/glm-5.json"),
         file("tests/fixtures/tiny-random/config.json"),
         file("demo/glm-demo/config.json"),
         file("demo/glm-demo/hf_quant_config.json"),

@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::LazyLock;
 
-use common::{Copy, DEMO, INDEX, SHARD_1, Tensor, Tensors, generate, read_json, repository};
+use common::{Copy, DEMO, INDEX, SHARD_1, TINY, Tensor, Tensors, generate, read_json, repository};
 use serde_json::{Value, json};
 use talon::weights::decode_e4m3;
 
@@ -363,4 +363,23 @@ fn dequantise_fp8(tensors: &mut Tensors, module: &str) {
         })
         .collect();
     tensors.0.insert(name, Tensor::f32(&codes.shape, &values, &codes.shard));
+}
+
+/// The one thing that a format forbids: ranks that share a scale. Told before anything is loaded.
+#[test]
+fn ranks_that_would_split_a_block() {
+    let checkpoint = Copy::of(TINY);
+    checkpoint.edit_tensors(|tensors| nvfp4(tensors, "model.layers.1.mlp.experts.3.down_proj"));
+    let kinds = |tp: &str| -> Vec<Value> {
+        let verified = checkpoint.verify(&["--tp", tp]);
+        assert_eq!(verified.code, Some(0), "{verified:?}");
+        let problems = verified.json()["problems"].as_array().unwrap().clone();
+        problems.into_iter().filter(|problem| problem["kind"] == "tp").collect()
+    };
+    assert_eq!(kinds("2"), [] as [Value; 0]);
+    let found = kinds("4");
+    let message = found[0]["found"].as_str().unwrap();
+    assert!(message.contains("experts.3.down_proj.weight: 32 columns over 4 ranks"), "{message}");
+    let refused = checkpoint.generate(&[1], &["--max-tokens", "1", "--tp", "4"]);
+    common::assert_one_line(&refused, &["down_proj", "32 columns over 4 ranks", "smaller --tp"]);
 }

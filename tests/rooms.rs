@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// What each room may use besides itself and `error`.
-const ROOMS: [(&str, &[&str]); 11] = [
+const ROOMS: [(&str, &[&str]); 12] = [
     ("main", &["cli"]),
     ("cli", &["bench", "cuda", "doctor", "engine", "text", "weights"]),
-    ("bench", &["engine", "text"]),
+    ("bench", &["engine", "model", "spec", "text"]),
     ("doctor", &["cuda"]),
-    ("engine", &["cpu", "model", "text", "weights"]),
+    ("engine", &["cpu", "model", "spec", "text", "weights"]),
+    ("spec", &["model"]),
     ("cpu", &["comm", "model", "weights"]),
     ("cuda", &[]),
     ("model", &["weights"]),

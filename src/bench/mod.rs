@@ -1,12 +1,16 @@
-//! The benchmark: prompts in classes, one measured generation each, statistics over them, and the
-//! report as a value that `cli` prints.
+//! The benchmark: prompts in classes, measured generations with and without speculation, statistics
+//! over them, and the report as a value that `cli` prints.
 
 mod measure;
 mod report;
+mod simulate;
 mod statistics;
+mod table;
 mod workload;
 
-pub use measure::{Plan, Run, measure};
-pub use report::{RunContext, Settings, report, table};
+pub use measure::{Divergence, Measured, Mode, Plan, Run, measure, run_count};
+pub use report::{RunContext, Settings, report};
+pub use simulate::SimulatedDrafter;
 pub use statistics::{Interval, median_interval, percentile};
+pub use table::table;
 pub use workload::{CLASSES, Prompt, PromptText, built_in_prompts, read_prompts};

@@ -1,18 +1,20 @@
-//! The report of a benchmark: the JSON of DESIGN §4 (schema 1) and the table for people.
-
-use std::fmt::Write;
+//! The report of a benchmark as a value: the JSON of DESIGN §4 (schema 1). The table for people and
+//! the page are made from it alone.
 
 use serde_json::{Map, Value, json};
 
-use super::measure::{Plan, Run};
+use super::measure::{Divergence, Measured, Mode, Plan, Run};
 use super::statistics::{Interval, median_interval, percentile};
 use crate::engine::Engine;
+use crate::spec::{Policy, SpeculationStats};
 
 /// Settings that are not in the [`Plan`].
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// `--model` as given.
     pub model: String,
+    /// `--draft-tokens` as given.
+    pub draft_tokens: String,
     /// The backend that ran.
     pub backend: &'static str,
 }
@@ -30,16 +32,30 @@ pub struct RunContext<'a> {
 }
 
 /// The whole report as JSON.
-pub fn report(context: &RunContext, runs: &[Run]) -> Value {
+pub fn report(context: &RunContext, measured: &Measured) -> Value {
     let RunContext { engine, plan, settings, fingerprint } = context;
     let limits = engine.limits();
-    let by_class: Map<String, Value> = classes(runs)
+    let all: Vec<&Run> = measured.runs.iter().collect();
+    let by_class: Map<String, Value> = classes(&all)
         .into_iter()
         .map(|class| {
-            let of_class: Vec<&Run> = runs.iter().filter(|run| run.class == class).collect();
-            (class.to_owned(), json!({ "baseline": summary(&of_class) }))
+            let of_class: Vec<&Run> =
+                all.iter().copied().filter(|run| run.class == class).collect();
+            (class.to_owned(), comparison(&of_class))
         })
         .collect();
+    let mut summary = comparison(&all);
+    summary["by_class"] = by_class.into();
+    summary["identical"] = match summary["speculative"].is_null() {
+        true => Value::Null,
+        false => measured.first_divergence.is_none().into(),
+    };
+    summary["first_divergence"] =
+        measured.first_divergence.as_ref().map_or(Value::Null, divergence_json);
+    let switched_off = match engine.policy() {
+        Policy::Adaptive(policy) => policy.switched_off().map(str::to_owned),
+        Policy::Fixed(_) => None,
+    };
     json!({
         "schema": 1,
         "talon": { "version": env!("CARGO_PKG_VERSION"), "commit": env!("TALON_COMMIT") },
@@ -53,77 +69,122 @@ pub fn report(context: &RunContext, runs: &[Run]) -> Value {
         },
         "settings": {
             "backend": settings.backend,
+            "draft": engine.drafter(),
+            "draft_tokens": settings.draft_tokens,
+            "simulated_acceptance": plan.simulated_acceptance,
             "prompts": plan.prompts.len(),
             "max_tokens": plan.max_tokens,
             "ignore_eos": plan.ignore_eos,
             "temperature": 0,
             "context": limits.context,
             "prefill_chunk": limits.prefill_chunk,
-            "warm_up_runs": 1,
         },
-        "runs": runs.iter().map(run_json).collect::<Vec<Value>>(),
-        "summary": {
-            "baseline": summary(&runs.iter().collect::<Vec<&Run>>()),
-            "speculative": Value::Null,
-            "speedup": Value::Null,
-            "by_class": by_class,
-            "identical": Value::Null,
-            "first_divergence": Value::Null,
-        },
+        "runs": all.iter().map(|run| run_json(run)).collect::<Vec<Value>>(),
+        "summary": summary,
+        "step_ms_by_rows": step_ms_by_rows(measured),
+        "sweep": sweep(measured),
+        "drafter_switched_off": switched_off,
     })
 }
 
-/// The report as a table.
-pub fn table(context: &RunContext, runs: &[Run]) -> String {
-    let RunContext { engine, settings, .. } = context;
-    let mut text = format!(
-        "{}: {} layers, {}, {} backend, {} rank(s)\n\n",
-        settings.model,
-        engine.config().num_hidden_layers,
-        engine.layout(),
-        settings.backend,
-        engine.limits().tp,
-    );
-    let _ = writeln!(
-        text,
-        "{:<10}{:>5}{:>8}  {:>22}  {:>18}  {:>8}  {:>15}",
-        "class",
-        "runs",
-        "tokens",
-        "tok/s [95 %]",
-        "steps/s x tok/step",
-        "TTFT ms",
-        "step ms p50 p99"
-    );
-    for class in classes(runs) {
-        let of_class: Vec<&Run> = runs.iter().filter(|run| run.class == class).collect();
-        text += &row(class, &of_class);
+/// Baseline, speculative and their ratio over a set of runs.
+fn comparison(runs: &[&Run]) -> Value {
+    let of = |mode| -> Vec<&Run> { runs.iter().copied().filter(|run| run.mode == mode).collect() };
+    let (baseline, speculative) = (of(Mode::Baseline), of(Mode::Speculative));
+    let mut speculated = Value::Null;
+    if !speculative.is_empty() {
+        speculated = summary(&speculative);
+        let stats = stats_of(&speculative);
+        speculated["rounds"] = stats.rounds.into();
+        speculated["acceptance_length"] = json!(stats.acceptance_length());
+        speculated["per_position_acceptance_rates"] = json!(stats.per_position_acceptance_rates());
+        let per_round = |total: std::time::Duration| {
+            (stats.rounds > 0).then(|| total.as_secs_f64() * 1e3 / stats.rounds as f64)
+        };
+        speculated["draft_ms"] = json!(per_round(stats.draft_time));
+        speculated["verify_ms"] = json!(per_round(stats.verify_time));
+        speculated["draft_tokens_per_round"] =
+            json!(stats.drafted.iter().sum::<usize>() as f64 / stats.rounds.max(1) as f64);
     }
-    text += &row("all", &runs.iter().collect::<Vec<&Run>>());
-    text += "\nbaseline: one token a step, greedy; medians over runs, the first token excluded\n";
-    text
+    json!({
+        "baseline": summary(&baseline),
+        "speculative": speculated,
+        "speedup": median_interval(&speedups(&baseline, &speculative)).map(interval_json),
+    })
 }
 
-fn row(name: &str, runs: &[&Run]) -> String {
-    let tokens: usize = runs.iter().map(|run| run.completion_tokens).sum();
-    let number = |value: Option<f64>, digits: usize| {
-        value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
+/// Speed with speculation over speed without, for each pair.
+fn speedups(baseline: &[&Run], speculative: &[&Run]) -> Vec<f64> {
+    let partner = |run: &Run| {
+        let same = |other: &&&Run| other.class == run.class && other.prompt_id == run.prompt_id;
+        baseline.iter().find(same)?.output_throughput()
     };
-    let throughput = throughput(runs).map_or("-".to_owned(), |interval| {
-        format!("{:.1} [{:.1} {:.1}]", interval.median, interval.low, interval.high)
-    });
-    let steps = step_milliseconds(runs);
-    format!(
-        "{name:<10}{:>5}{tokens:>8}  {throughput:>22}  {:>18}  {:>8}  {:>15}\n",
-        runs.len(),
-        format!("{} x 1.00", number(steps_per_second(runs), 1)),
-        number(median_interval(&first_token_milliseconds(runs)).map(|i| i.median), 1),
-        format!("{} {}", number(percentile(&steps, 50.0), 2), number(percentile(&steps, 99.0), 2)),
-    )
+    let ratio = |run: &&Run| Some(run.output_throughput()? / partner(run)?);
+    speculative.iter().filter_map(ratio).collect()
+}
+
+fn summary(runs: &[&Run]) -> Value {
+    let throughput: Vec<f64> = runs.iter().filter_map(|run| run.output_throughput()).collect();
+    let first_token: Vec<f64> =
+        runs.iter().map(|run| run.time_to_first_token.as_secs_f64() * 1e3).collect();
+    let rounds: Vec<f64> = runs
+        .iter()
+        .flat_map(|run| &run.rounds)
+        .map(|round| (round.draft + round.verify).as_secs_f64() * 1e3)
+        .collect();
+    let stats = stats_of(runs);
+    let decode_seconds: f64 = runs.iter().map(|run| run.decode_time().as_secs_f64()).sum();
+    json!({
+        "runs": runs.len(),
+        "completion_tokens": runs.iter().map(|run| run.tokens.len()).sum::<usize>(),
+        "output_throughput": median_interval(&throughput).map(interval_json),
+        "steps_per_second": (stats.rounds > 0).then(|| stats.rounds as f64 / decode_seconds),
+        "tokens_per_step": stats.acceptance_length(),
+        "ttft_ms": median_interval(&first_token).map(interval_json),
+        "step_ms": { "p50": percentile(&rounds, 50.0), "p99": percentile(&rounds, 99.0) },
+    })
+}
+
+fn stats_of(runs: &[&Run]) -> SpeculationStats {
+    let mut stats = SpeculationStats::default();
+    runs.iter().for_each(|run| stats.merge(&run.stats()));
+    stats
+}
+
+/// Median time of a verify step by its rows, over everything that ran.
+fn step_ms_by_rows(measured: &Measured) -> Vec<Value> {
+    let swept = measured.sweep.iter().flat_map(|(_, runs)| runs);
+    let mut by_rows: std::collections::BTreeMap<usize, Vec<f64>> = Default::default();
+    for round in measured.runs.iter().chain(swept).flat_map(|run| &run.rounds) {
+        let milliseconds = round.verify.as_secs_f64() * 1e3;
+        by_rows.entry(round.drafted + 1).or_default().push(milliseconds);
+    }
+    let row = |(rows, times): (&usize, &Vec<f64>)| json!({ "rows": rows, "steps": times.len(), "p50": percentile(times, 50.0) });
+    by_rows.iter().map(row).collect()
+}
+
+/// The chain lengths that were tried besides, each against the baselines of its prompts.
+fn sweep(measured: &Measured) -> Vec<Value> {
+    let baseline: Vec<&Run> =
+        measured.runs.iter().filter(|run| run.mode == Mode::Baseline).collect();
+    let line = |(count, runs): &(usize, Vec<Run>)| {
+        let mut together: Vec<&Run> = runs.iter().collect();
+        let swept = |run: &&&Run| {
+            runs.iter().any(|other| other.class == run.class && other.prompt_id == run.prompt_id)
+        };
+        together.extend(baseline.iter().filter(swept).copied());
+        let compared = comparison(&together);
+        json!({
+            "draft_tokens": count,
+            "speculative": compared["speculative"],
+            "speedup": compared["speedup"],
+        })
+    };
+    measured.sweep.iter().map(line).collect()
 }
 
 /// Classes in the order of their first run.
-fn classes(runs: &[Run]) -> Vec<&str> {
+fn classes<'a>(runs: &[&'a Run]) -> Vec<&'a str> {
     let mut classes: Vec<&str> = Vec::new();
     for run in runs {
         if !classes.contains(&run.class.as_str()) {
@@ -133,59 +194,41 @@ fn classes(runs: &[Run]) -> Vec<&str> {
     classes
 }
 
-fn throughput(runs: &[&Run]) -> Option<Interval> {
-    let values: Vec<f64> = runs.iter().filter_map(|run| run.output_throughput()).collect();
-    median_interval(&values)
-}
-
-/// Median over runs of decode steps per second.
-fn steps_per_second(runs: &[&Run]) -> Option<f64> {
-    let rates: Vec<f64> = runs
-        .iter()
-        .filter(|run| !run.rounds.is_empty())
-        .map(|run| run.rounds.len() as f64 / run.decode_time().as_secs_f64())
-        .collect();
-    percentile(&rates, 50.0)
-}
-
-fn first_token_milliseconds(runs: &[&Run]) -> Vec<f64> {
-    runs.iter().map(|run| run.time_to_first_token.as_secs_f64() * 1e3).collect()
-}
-
-fn step_milliseconds(runs: &[&Run]) -> Vec<f64> {
-    runs.iter().flat_map(|run| &run.rounds).map(|round| round.verify.as_secs_f64() * 1e3).collect()
-}
-
-fn summary(runs: &[&Run]) -> Value {
-    let steps = step_milliseconds(runs);
-    json!({
-        "runs": runs.len(),
-        "completion_tokens": runs.iter().map(|run| run.completion_tokens).sum::<usize>(),
-        "output_throughput": throughput(runs).map(interval_json),
-        "steps_per_second": steps_per_second(runs),
-        "tokens_per_step": 1.0,
-        "ttft_ms": median_interval(&first_token_milliseconds(runs)).map(interval_json),
-        "step_ms": { "p50": percentile(&steps, 50.0), "p99": percentile(&steps, 99.0) },
-    })
-}
-
 fn interval_json(interval: Interval) -> Value {
     json!({ "median": interval.median, "low": interval.low, "high": interval.high })
 }
 
+fn divergence_json(divergence: &Divergence) -> Value {
+    json!({
+        "class": divergence.class,
+        "prompt_id": divergence.prompt_id,
+        "index": divergence.index,
+        "baseline_token": divergence.baseline,
+        "speculative_token": divergence.speculative,
+        "logit_gap": divergence.logit_gap,
+    })
+}
+
 fn run_json(run: &Run) -> Value {
     let seconds = (run.time_to_first_token + run.decode_time()).as_secs_f64();
-    let tpot = run.output_throughput().map(|rate| 1e3 / rate);
-    json!({
-        "mode": "baseline",
+    let stats = run.stats();
+    let mut value = json!({
+        "mode": run.mode.word(),
         "class": run.class,
         "prompt_id": run.prompt_id,
         "prompt_tokens": run.prompt_tokens,
-        "completion_tokens": run.completion_tokens,
+        "completion_tokens": run.tokens.len(),
         "seconds": seconds,
         "steps": run.rounds.len(),
         "output_throughput": run.output_throughput(),
         "ttft_ms": run.time_to_first_token.as_secs_f64() * 1e3,
-        "tpot_ms": tpot,
-    })
+        "tpot_ms": run.output_throughput().map(|rate| 1e3 / rate),
+    });
+    if run.mode == Mode::Speculative {
+        value["acceptance_length"] = json!(stats.acceptance_length());
+        value["drafted"] = stats.drafted.iter().sum::<usize>().into();
+        value["accepted"] = stats.accepted.iter().sum::<usize>().into();
+        value["draft_ms"] = json!(stats.draft_time.as_secs_f64() * 1e3);
+    }
+    value
 }

@@ -25,6 +25,11 @@ pub struct Prompt {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged)]
 pub enum PromptText {
+    /// Token ids.
+    Ids {
+        /// The ids.
+        ids: Vec<u32>,
+    },
     /// Plain text to complete.
     Raw {
         /// The text as it stands.
@@ -50,9 +55,22 @@ pub enum PromptText {
 /// # Errors
 /// Only if the embedded files are broken, which a test excludes.
 pub fn built_in_prompts(model: &str) -> Result<Vec<Prompt>> {
+    if model.starts_with("synthetic:") {
+        return Ok((0..8).map(random_prompt).collect());
+    }
     match model {
         "demo" => read_prompts("built-in prompts", include_str!("prompts/demo.jsonl")),
         _ => read_prompts("built-in prompts", include_str!("prompts/general.jsonl")),
+    }
+}
+
+/// A few random ids: random weights make nothing of words, and have no tokenizer.
+fn random_prompt(number: u32) -> Prompt {
+    let id = |i: u32| (number * 8 + i).wrapping_mul(2_654_435_761) >> 16;
+    Prompt {
+        class: "random".into(),
+        id: format!("random-{number}"),
+        text: PromptText::Ids { ids: (0..8).map(id).collect() },
     }
 }
 
@@ -69,6 +87,13 @@ pub fn read_prompts(file: &str, text: &str) -> Result<Vec<Prompt>> {
                  (or \"raw\", or \"messages\" and \"tools\")"
             ))
         })?;
+        // They are printed in tables.
+        let is_name = |name: &str| name.len() <= 40 && !name.contains(char::is_control);
+        if prompt.class.is_empty() || !is_name(&prompt.class) || !is_name(&prompt.id) {
+            return Err(Error::input(format!(
+                "{file}: line {number}: class and id must be short printable names"
+            )));
+        }
         if prompt.id.is_empty() {
             let before = prompts.iter().filter(|other| other.class == prompt.class).count();
             prompt.id = format!("{}-{before}", prompt.class);

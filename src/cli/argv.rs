@@ -11,8 +11,8 @@ pub struct Normalised {
 
 /// Options without a value. A `-` after any other option is that option's value (stdout); any other
 /// `-` is the prompt (stdin), which argh takes only behind a `--`.
-const SWITCHES: [&str; 6] =
-    ["--help", "--ignore-eos", "--ignore-index", "--no-think", "--raw", "--scales"];
+const SWITCHES: [&str; 7] =
+    ["--help", "--ignore-eos", "--ignore-index", "--no-think", "--raw", "--scales", "--sweep"];
 
 /// Rewrites `args` up to a `--`; what follows is text, whatever it looks like.
 pub fn normalise(args: Vec<String>) -> Normalised {
@@ -20,16 +20,20 @@ pub fn normalise(args: Vec<String>) -> Normalised {
     let mut stdin_prompt = false;
     let mut rest = args.into_iter();
     while let Some(arg) = rest.next() {
+        if takes_value(normalised.args.last()) {
+            normalised.args.push(arg);
+            continue;
+        }
         match arg.as_str() {
             "--" => {
                 normalised.args.push(arg);
                 normalised.args.extend(rest.by_ref());
             }
-            "-" if !takes_value(normalised.args.last()) => {
-                stdin_prompt = true;
-            }
+            "-" => stdin_prompt = true,
             "-h" => normalised.args.push("--help".into()),
-            "--version" | "-V" => normalised.args.push("version".into()),
+            "--version" | "-V" if normalised.args.is_empty() => {
+                normalised.args.push("version".into());
+            }
             "--verbose" => normalised.verbosity += 1,
             short if is_verbose(short) => normalised.verbosity += short.len() - 1,
             _ => match split_value(&arg) {
@@ -49,7 +53,8 @@ pub fn normalise(args: Vec<String>) -> Normalised {
 
 /// Whether the argument after `arg` is its value.
 fn takes_value(arg: Option<&String>) -> bool {
-    arg.is_some_and(|arg| arg.starts_with("--") && !SWITCHES.contains(&arg.as_str()))
+    let is_option = |arg: &String| arg.starts_with("--") && arg.len() > 2;
+    arg.is_some_and(|arg| is_option(arg) && !SWITCHES.contains(&arg.as_str()))
 }
 
 /// `-v`, `-vv`, …
@@ -93,5 +98,11 @@ mod tests {
         assert_eq!(args("generate - --raw").args, ["generate", "--raw", "--", "-"]);
         assert_eq!(args("generate --raw -").args, ["generate", "--raw", "--", "-"]);
         assert_eq!(args("bench --json -").args, ["bench", "--json", "-"]);
+    }
+
+    #[test]
+    fn an_options_value_is_left_alone() {
+        let text = "generate --stop -v --system --a=b x";
+        assert_eq!(args(text).args, text.split(' ').collect::<Vec<&str>>());
     }
 }

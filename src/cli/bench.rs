@@ -1,22 +1,27 @@
-//! `talon bench`: what this box reaches with this model.
+//! `talon bench`: what this box reaches with this model, and what speculation is worth on it.
+
+use std::process::ExitCode;
 
 use argh::FromArgs;
 
-use super::model_options::ModelOptions;
+use super::model_options::{DraftOptions, ModelOptions};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
 use crate::bench::{self, Plan, Prompt, RunContext, Settings};
 use crate::doctor;
 use crate::error::{Error, Result};
 
-/// Measure decoding: tokens per second, step times, time to first token, per class of text.
+/// Measure decoding with and without speculation, per class of text.
 #[derive(FromArgs)]
 #[argh(
     subcommand,
     name = "bench",
     example = "{command_name}",
     example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json",
-    note = "Every run has a prompt of its own; one warm-up run is not counted. tok/s is the tokens\nafter the first over the time after the first."
+    example = "{command_name} --draft mtp --draft-tokens 3 --sweep",
+    example = "{command_name} --model synthetic:glm-5.2 --layers 4 --simulate-acceptance 2.6",
+    note = "Every prompt runs once plainly and once with speculation, one after the other; warm-up runs\nare not counted. tok/s is the tokens after the first over the time after the first.",
+    error_code(3, "speculation changed the text, which it must not")
 )]
 pub struct BenchCommand {
     /// runs in each class (default: as many as there are prompts, 8 built-in ones)
@@ -36,13 +41,39 @@ pub struct BenchCommand {
     #[argh(switch)]
     ignore_eos: bool,
 
+    /// drafter: auto (an EAGLE-3 head that came with the model, else MTP, else none), mtp, none, or
+    /// the directory of an EAGLE-3 head (default: auto)
+    #[argh(option, default = "\"auto\".into()", arg_name = "name")]
+    draft: String,
+
+    /// guesses in a round, 0 to 7, or auto: as many as pay (default: auto)
+    #[argh(option, default = "\"auto\".into()", arg_name = "k")]
+    draft_tokens: String,
+
+    /// base of an EAGLE-3 head's rotary embedding, where its config.json is wrong
+    #[argh(option, arg_name = "x")]
+    draft_rope_theta: Option<f32>,
+
+    /// also try chains of 1 to 7 guesses, over one prompt of each class
+    #[argh(switch)]
+    sweep: bool,
+
+    /// let guesses be right so often that a step yields this many tokens, whatever the drafter says
+    #[argh(option, arg_name = "tokens")]
+    simulate_acceptance: Option<f64>,
+
     /// write the report as JSON (- is stdout, instead of the table)
     #[argh(option, arg_name = "file")]
     json: Option<String>,
 
-    /// checkpoint directory, or demo, the model in this binary (default: demo)
+    /// checkpoint directory; demo, the model in this binary; or synthetic:glm-5.2, true shapes with
+    /// random weights (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
+
+    /// only the first layers of a synthetic model
+    #[argh(option, arg_name = "n")]
+    layers: Option<usize>,
 
     /// auto, cpu or cuda (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
@@ -70,7 +101,7 @@ pub struct BenchCommand {
 }
 
 impl BenchCommand {
-    pub fn run(self) -> Result<()> {
+    pub fn run(self) -> Result<ExitCode> {
         if self.max_tokens < 2 {
             return Err(Error::input(format!(
                 "--max-tokens {}: expected at least 2, a rate needs a second token",
@@ -80,40 +111,62 @@ impl BenchCommand {
         let plan = Plan {
             prompts: self.prompts()?,
             max_tokens: self.max_tokens,
-            ignore_eos: self.ignore_eos,
+            // Random weights end a turn at random.
+            ignore_eos: self.ignore_eos || self.model.starts_with("synthetic:"),
+            sweep: if self.sweep { (1..=7).collect() } else { Vec::new() },
+            simulated_acceptance: self.simulate_acceptance,
         };
+        if self.simulate_acceptance.is_some_and(|length| !(1.0..=8.0).contains(&length)) {
+            return Err(Error::input(
+                "--simulate-acceptance: expected 1 to 8 tokens a step, the target's own included",
+            ));
+        }
         // A bad path should fail now, not after the measurement.
         if let Some(target) = &self.json {
             check_writable(target)?;
         }
         let model = ModelOptions {
             model: &self.model,
+            layers: self.layers,
             backend: &self.backend,
             tp: self.tp,
             context: self.context,
             prefill_chunk: self.prefill_chunk,
             latent_eps: self.latent_eps,
             ignore_index: self.ignore_index,
+            draft: DraftOptions {
+                draft: &self.draft,
+                draft_tokens: &self.draft_tokens,
+                rope_theta: self.draft_rope_theta,
+            },
         };
         let mut engine = model.load()?;
-        let progress = Progress::count("measuring", plan.prompts.len() as u64);
-        let runs = bench::measure(&mut engine, &plan, || progress.add(1))?;
+        if self.sweep && engine.drafter().is_none() {
+            return Err(Error::input("--sweep: there is no drafter to try; see --draft"));
+        }
+        let progress = Progress::count("measuring", bench::run_count(&engine, &plan) as u64);
+        let measured = bench::measure(&mut engine, &plan, || progress.add(1))?;
         progress.finish();
 
-        let settings = Settings { model: self.model.clone(), backend: "cpu" };
+        let settings = Settings {
+            model: self.model.clone(),
+            draft_tokens: self.draft_tokens.clone(),
+            backend: "cpu",
+        };
         let context = RunContext {
             engine: &engine,
             plan: &plan,
             settings: &settings,
             fingerprint: doctor::fingerprint(),
         };
+        let report = bench::report(&context, &measured);
         if let Some(target) = &self.json {
-            write_json(target, &bench::report(&context, &runs))?;
+            write_json(target, &report)?;
         }
         if self.json.as_deref() != Some("-") {
-            print(&bench::table(&context, &runs))?;
+            print(&bench::table(&report))?;
         }
-        Ok(())
+        Ok(ExitCode::from(if measured.first_divergence.is_some() { 3 } else { 0 }))
     }
 
     /// The first `--runs` prompts of each class.

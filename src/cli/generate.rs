@@ -1,15 +1,15 @@
 //! `talon generate`: one prompt, one answer, streamed.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 use std::time::{Duration, SystemTime};
 
 use argh::FromArgs;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use super::model_options::ModelOptions;
-use super::terminal::{dim_stderr, print, write_json};
-use crate::engine::{Engine, Flow, Generation, OutputText, Request, Sampling};
+use super::model_options::{DraftOptions, ModelOptions};
+use super::terminal::{check_writable, dim_stderr, print, print_stderr, write_json};
+use crate::engine::{Engine, Flow, Generation, OutputText, Request, Sampling, opens_reasoning};
 use crate::error::{Error, Result};
 use crate::text::{SplitText, TemplateOptions};
 
@@ -53,6 +53,26 @@ pub struct GenerateCommand {
     #[argh(option, arg_name = "p")]
     top_p: Option<f32>,
 
+    /// sample from this many of the likeliest tokens; 0 is all (default: the checkpoint's)
+    #[argh(option, arg_name = "n")]
+    top_k: Option<usize>,
+
+    /// sample from tokens with at least this share of the likeliest one's probability (default: 0)
+    #[argh(option, default = "0.0", arg_name = "p")]
+    min_p: f32,
+
+    /// makes tokens that occurred, in the prompt or since, less likely; 1 is off (default: 1)
+    #[argh(option, default = "1.0", arg_name = "x")]
+    repetition_penalty: f32,
+
+    /// taken from the logits of tokens that were generated (default: 0)
+    #[argh(option, default = "0.0", arg_name = "x")]
+    presence_penalty: f32,
+
+    /// taken from the logits of tokens that were generated, for each time (default: 0)
+    #[argh(option, default = "0.0", arg_name = "x")]
+    frequency_penalty: f32,
+
     /// key of the random stream (default: a new one each time, told in --json)
     #[argh(option, arg_name = "n")]
     seed: Option<u64>,
@@ -77,9 +97,27 @@ pub struct GenerateCommand {
     #[argh(option, arg_name = "file")]
     logits: Option<String>,
 
-    /// checkpoint directory, or demo, the model in this binary (default: demo)
+    /// drafter: auto (an EAGLE-3 head that came with the model, else MTP, else none), mtp, none, or
+    /// the directory of an EAGLE-3 head; the text does not depend on it (default: auto)
+    #[argh(option, default = "\"auto\".into()", arg_name = "name")]
+    draft: String,
+
+    /// guesses in a round, 0 to 7, or auto: as many as pay (default: auto)
+    #[argh(option, default = "\"auto\".into()", arg_name = "k")]
+    draft_tokens: String,
+
+    /// base of an EAGLE-3 head's rotary embedding, where its config.json is wrong
+    #[argh(option, arg_name = "x")]
+    draft_rope_theta: Option<f32>,
+
+    /// checkpoint directory; demo, the model in this binary; or synthetic:glm-5.2, true shapes with
+    /// random weights (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
+
+    /// only the first layers of a synthetic model
+    #[argh(option, arg_name = "n")]
+    layers: Option<usize>,
 
     /// auto, cpu or cuda (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
@@ -109,16 +147,25 @@ pub struct GenerateCommand {
 impl GenerateCommand {
     pub fn run(self) -> Result<()> {
         self.check()?;
+        for target in self.json.iter().chain(&self.logits) {
+            check_writable(target)?;
+        }
         let sampling_seed = self.seed.unwrap_or_else(fresh_seed);
         let prompt = self.prompt_text()?;
         let model = ModelOptions {
             model: &self.model,
+            layers: self.layers,
             backend: &self.backend,
             tp: self.tp,
             context: self.context,
             prefill_chunk: self.prefill_chunk,
             latent_eps: self.latent_eps,
             ignore_index: self.ignore_index,
+            draft: DraftOptions {
+                draft: &self.draft,
+                draft_tokens: &self.draft_tokens,
+                rope_theta: self.draft_rope_theta,
+            },
         };
         let mut engine = model.load()?;
         let prompt_ids = self.prompt_ids(&engine, prompt)?;
@@ -138,6 +185,15 @@ impl GenerateCommand {
                 "--temperature {}: expected 0 or more",
                 self.temperature
             )));
+        }
+        if !(0.0..=1.0).contains(&self.min_p) {
+            return Err(Error::input(format!("--min-p {}: expected 0 to 1", self.min_p)));
+        }
+        if !(self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0) {
+            return Err(Error::input("--repetition-penalty: expected more than 0, such as 1.1"));
+        }
+        if !self.presence_penalty.is_finite() || !self.frequency_penalty.is_finite() {
+            return Err(Error::input("--presence-penalty, --frequency-penalty: expected numbers"));
         }
         if self.top_p.is_some_and(|top_p| !(top_p > 0.0 && top_p <= 1.0)) {
             return Err(Error::input("--top-p: expected more than 0 and at most 1"));
@@ -205,25 +261,36 @@ impl GenerateCommand {
             (Some(text), _) => text.generation().eos_token_ids.clone(),
             (None, _) => engine.config().eos_token_id.clone(),
         };
-        let default_top_p = text.as_ref().map_or(1.0, |text| text.generation().top_p);
+        let defaults = text.as_ref().map(|text| text.generation());
+        let default_top_p = defaults.map_or(1.0, |defaults| defaults.top_p);
+        let default_top_k = defaults.and_then(|defaults| defaults.top_k).unwrap_or(0) as usize;
         let request = Request {
             prompt: prompt_ids,
             max_tokens: self.max_tokens,
             sampling: Sampling {
                 temperature: self.temperature,
                 top_p: self.top_p.unwrap_or(default_top_p),
+                top_k: self.top_k.unwrap_or(default_top_k),
+                min_p: self.min_p,
+                repetition_penalty: self.repetition_penalty,
+                presence_penalty: self.presence_penalty,
+                frequency_penalty: self.frequency_penalty,
                 seed,
-                ..Sampling::GREEDY
             },
             stop_ids: &stop_ids,
             keep_logits: self.logits.is_some(),
             speculate: true,
         };
-        let thinking = !self.raw && self.tokens.is_none() && !self.no_think;
-        let mut output = match &text {
-            Some(text) => Some(OutputText::new(text, self.stop.clone(), thinking)?),
-            None => None,
-        };
+        let mut output = None;
+        if let Some(text) = &text {
+            // Only a chat is known to have a place for reasoning.
+            let chat = !self.raw && self.tokens.is_none();
+            let thinking = chat && opens_reasoning(text, prompt_ids);
+            if thinking && self.no_think {
+                log::warn!("--no-think: this model's chat template has no way to turn it off");
+            }
+            output = Some(OutputText::new(text, self.stop.clone(), thinking)?);
+        }
         let mut sink =
             Sink { whole: SplitText::default(), quiet: self.json.as_deref() == Some("-") };
         let generation = engine.generate(&request, |token| {
@@ -252,13 +319,11 @@ impl Sink {
     fn show(&mut self, split: SplitText) -> Result<()> {
         if !self.quiet {
             if !split.reasoning.is_empty() {
-                eprint!("{}", dim_stderr(&split.reasoning));
-                // Nothing to do if stderr is gone.
-                let _ = std::io::stderr().flush();
+                print_stderr(&dim_stderr(&split.reasoning));
             }
             if !split.answer.is_empty() {
                 if self.whole.answer.is_empty() && !self.whole.reasoning.is_empty() {
-                    eprintln!();
+                    print_stderr("\n");
                 }
                 print(&split.answer)?;
             }

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use argh::FromArgs;
 
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, one_line};
 
 /// Run GLM-5 from NVFP4 weights: one file, nothing to install.
 #[derive(FromArgs)]
@@ -24,6 +24,7 @@ use crate::error::{Error, Kind};
     note = "Options may be written --name value or --name=value. -v (or RUST_LOG) logs more.",
     error_code(1, "failed while running"),
     error_code(2, "bad arguments or bad input (checkpoint, prompt file)"),
+    error_code(3, "bench: speculation changed the text, which it must not"),
     error_code(130, "interrupted")
 )]
 struct Talon {
@@ -61,7 +62,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
         Err(exit) => return report(&Error::input(usage_error(&exit.output))),
     };
     let done = match talon.command {
-        Command::Bench(command) => command.run(),
+        Command::Bench(command) => return finish(command.run()),
         Command::Generate(command) => command.run(),
         Command::Verify(command) => return finish(command.run()),
         Command::Version(command) => command.run(),
@@ -75,13 +76,22 @@ fn finish(done: Result<ExitCode, Error>) -> ExitCode {
 
 fn report(error: &Error) -> ExitCode {
     if error.kind() != Kind::BrokenPipe {
-        eprintln!("talon: {error}");
+        terminal::print_stderr(&format!("talon: {error}\n"));
     }
     ExitCode::from(error.exit_code())
 }
 
-/// argh's message on bad usage, with the way to the help.
+/// argh's message on bad usage, with the way out.
 fn usage_error(output: &str) -> String {
+    if let Some(text) = output.trim().strip_prefix("Unrecognized argument: ")
+        && text.starts_with('-')
+        && !text.starts_with("--")
+    {
+        return format!(
+            "unrecognized argument {text}; a prompt that begins with - goes behind --: talon \
+             generate -- \"{text}\""
+        );
+    }
     let first: Vec<&str> = output.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     let help = "talon --help and talon COMMAND --help list what there is";
     format!("{}; {help}", first.join(" ").trim_end_matches('.'))
@@ -100,7 +110,8 @@ fn start_log(verbosity: usize) {
     env_logger::Builder::from_env(environment)
         .format(|out, record| {
             let level = record.level().as_str().to_lowercase();
-            writeln!(out, "talon: {level}: {}", record.args())
+            // Names from files may hold line breaks or codes that a terminal obeys.
+            writeln!(out, "talon: {level}: {}", one_line(record.args().to_string()))
         })
         .init();
 }

@@ -1,6 +1,6 @@
 //! Options that all commands which load a model share: their checks and what they become.
 
-use crate::engine::{Engine, LoadOptions};
+use crate::engine::{DraftChoice, Engine, LoadOptions};
 use crate::error::{Error, Result};
 use crate::weights::Source;
 
@@ -9,12 +9,42 @@ use super::progress::Progress;
 /// The values of the shared options, as each command's argh struct hands them over.
 pub struct ModelOptions<'a> {
     pub model: &'a str,
+    pub layers: Option<usize>,
     pub backend: &'a str,
     pub tp: usize,
     pub context: Option<usize>,
     pub prefill_chunk: usize,
     pub latent_eps: Option<f32>,
     pub ignore_index: bool,
+    pub draft: DraftOptions<'a>,
+}
+
+/// The values of the options about speculation.
+pub struct DraftOptions<'a> {
+    pub draft: &'a str,
+    pub draft_tokens: &'a str,
+    pub rope_theta: Option<f32>,
+}
+
+impl DraftOptions<'_> {
+    fn choice(&self) -> DraftChoice {
+        match self.draft {
+            "auto" => DraftChoice::Auto,
+            "mtp" => DraftChoice::Mtp,
+            "none" => DraftChoice::None,
+            directory => DraftChoice::Directory(directory.into()),
+        }
+    }
+
+    fn tokens(&self) -> Result<Option<usize>> {
+        match (self.draft_tokens, self.draft_tokens.parse::<usize>()) {
+            ("auto", _) => Ok(None),
+            (_, Ok(count)) if count <= 7 => Ok(Some(count)),
+            (other, _) => Err(Error::input(format!(
+                "--draft-tokens {other}: expected auto or a number from 0 to 7"
+            ))),
+        }
+    }
 }
 
 impl ModelOptions<'_> {
@@ -38,6 +68,13 @@ impl ModelOptions<'_> {
         if self.prefill_chunk == 0 {
             return Err(Error::input("--prefill-chunk 0: expected at least 1 row"));
         }
+        let positive =
+            |value: Option<f32>| value.is_none_or(|value| value.is_finite() && value > 0.0);
+        if !positive(self.draft.rope_theta) {
+            return Err(Error::input(
+                "--draft-rope-theta: expected a positive number, such as 1e4",
+            ));
+        }
         if self.latent_eps.is_some_and(|eps| !eps.is_finite() || eps <= 0.0) {
             return Err(Error::input("--latent-eps: expected a positive number, such as 1e-6"));
         }
@@ -47,13 +84,17 @@ impl ModelOptions<'_> {
             prefill_chunk: self.prefill_chunk,
             latent_eps: self.latent_eps,
             ignore_index: self.ignore_index,
+            draft: self.draft.choice(),
+            draft_tokens: self.draft.tokens()?,
+            draft_rope_theta: self.draft.rope_theta,
             ..LoadOptions::default()
         };
         let progress = Progress::bytes("checking scales");
-        let engine = Engine::load(Source::from_name(self.model), &options, &|bytes, total| {
-            progress.of(total);
-            progress.add(bytes);
-        });
+        let engine =
+            Engine::load(Source::from_name(self.model, self.layers)?, &options, &|bytes, total| {
+                progress.of(total);
+                progress.add(bytes);
+            });
         progress.finish();
         engine
     }

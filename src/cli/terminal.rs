@@ -12,6 +12,12 @@ pub fn print(text: &str) -> Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::output)
 }
 
+/// Prints to stderr, at once. Nothing can be done, or need be, if nobody can read it.
+pub fn print_stderr(text: &str) {
+    let mut err = std::io::stderr().lock();
+    let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
+}
+
 /// Writes a report to `target`: a file, or stdout if it is `-`.
 pub fn write_json(target: &str, value: &Value) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value)
@@ -24,15 +30,22 @@ pub fn write_json(target: &str, value: &Value) -> Result<()> {
         .map_err(|e| Error::runtime(format!("{target}: cannot write: {e}; check the path")))
 }
 
-/// Whether [`write_json`] will be able to write to `target`; makes the file if it is not there.
+/// Refuses a report's path that cannot be written, before the work is done; leaves no file behind.
 pub fn check_writable(target: &str) -> Result<()> {
+    let path = std::path::Path::new(target);
     if target == "-" {
         return Ok(());
     }
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(target);
-    opened
-        .map(drop)
-        .map_err(|e| Error::input(format!("{target}: cannot write: {e}; check the path of --json")))
+    let is_new = !path.exists();
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
+    opened.map(drop).map_err(|e| {
+        Error::input(format!("{target}: cannot write: {e}; choose another path for the output"))
+    })?;
+    if is_new {
+        // What was just made is empty; if it cannot be removed it does no harm.
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
 }
 
 /// Dim text for a terminal; plain where colour is not wanted (NO_COLOR, TERM=dumb, a pipe).

@@ -9,10 +9,11 @@ use serde_json::{Value, json};
 use super::model_options::check_tp;
 use super::progress::Progress;
 use super::terminal::{print, thousands, write_json};
-use crate::engine::Opened;
+use crate::engine::{ModelConfig, Opened, TextModel, eagle3_fault};
 use crate::error::{Error, Result};
 use crate::weights::{
-    HashList, Problem, Severity, Source, check_scales, compare_hashes, hash_files, scale_bytes,
+    Checkpoint, HashList, INDEX, Problem, Severity, Source, check_scales, compare_hashes,
+    hash_files, scale_bytes,
 };
 
 /// Audit a checkpoint by its headers: index, shards, dtype and shape of every tensor, MTP layer.
@@ -60,12 +61,43 @@ const SHOWN_PER_KIND: usize = 5;
 impl VerifyCommand {
     pub fn run(self) -> Result<ExitCode> {
         check_tp(self.tp)?;
-        let source = Source::from_name(&self.model);
-        let Opened { config, quantization, checkpoint, manifest, audit } =
-            Opened::new(source.clone(), self.ignore_index)?;
-        let mut problems = audit.problems.clone();
-        problems.extend(side_problems(&source, &config.unhandled)?);
-        if let Err(error) = manifest.check_ranks(&config.geometry(), self.tp) {
+        if self.write_hashes.as_deref() == Some("-") {
+            return Err(Error::input(
+                "--write-hashes -: expected a file; stdout is where the report goes",
+            ));
+        }
+        let source = Source::from_name(&self.model, None)?;
+        let mut problems = Vec::new();
+        let mut report = match Opened::new(source.clone(), self.ignore_index) {
+            Ok(opened) => self.audit(&opened, &mut problems)?,
+            // Hashes tell which file is damaged, and a program that asked for JSON gets JSON.
+            Err(error) if self.check_hashes.is_some() || self.json.is_some() => {
+                problems.push(unusable(&source, &error));
+                json!({ "model": self.model })
+            }
+            Err(error) => return Err(error),
+        };
+        problems.extend(self.hashes(&source)?);
+        problems.sort_by_key(|problem| problem.severity);
+        let ok = !problems.iter().any(|problem| problem.severity == Severity::Error);
+        report["ok"] = ok.into();
+        report["problems"] = problems.iter().map(problem_json).collect();
+        if let Some(target) = &self.json {
+            write_json(target, &report)?;
+        }
+        if self.json.as_deref() != Some("-") {
+            print(&text_report(&report, &problems))?;
+        }
+        Ok(ExitCode::from(if ok { 0 } else { 2 }))
+    }
+
+    /// What is there, and into `problems` what is wrong with it.
+    fn audit(&self, opened: &Opened, problems: &mut Vec<Problem>) -> Result<Value> {
+        let Opened { config, quantization, checkpoint, manifest, audit } = opened;
+        let source = &checkpoint.source;
+        problems.extend(audit.problems.iter().cloned());
+        problems.extend(side_problems(source, config)?);
+        if let Err(error) = audit.check_ranks(manifest, &config.geometry(), self.tp) {
             // Only the split is impossible; the checkpoint may be sound.
             problems.push(Problem {
                 kind: "tp",
@@ -77,24 +109,16 @@ impl VerifyCommand {
                 fix: "choose another --tp".into(),
             });
         }
-        let head = match source.eagle3_head() {
-            Some(head) => Some(head_summary(head, &mut problems)?),
-            None => None,
-        };
+        let head = source.eagle3_head().map(|head| head_summary(head, config, problems));
         if self.scales {
             let progress = Progress::bytes("reading scales");
-            progress.of(scale_bytes(&audit));
-            problems.extend(check_scales(&checkpoint, &audit, &|bytes| progress.add(bytes)));
+            progress.of(scale_bytes(audit));
+            problems.extend(check_scales(checkpoint, manifest, audit, &|n| progress.add(n)));
             progress.finish();
         }
-        problems.extend(self.hashes(&source)?);
-        problems.sort_by_key(|problem| problem.severity);
-        let ok = !problems.iter().any(|problem| problem.severity == Severity::Error);
-
         let bytes: usize = checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum();
-        let bytes_per_rank = audit.bytes_per_rank(&manifest, self.tp);
-        let report = json!({
-            "ok": ok,
+        Ok(json!({
+            "ok": false,
             "model": self.model,
             "tensors": checkpoint.tensors.len(),
             "bytes": bytes,
@@ -106,16 +130,8 @@ impl VerifyCommand {
             "mtp": audit.mtp.word(),
             "eagle3": head,
             "tp": self.tp,
-            "bytes_per_rank": bytes_per_rank,
-            "problems": problems.iter().map(problem_json).collect::<Vec<Value>>(),
-        });
-        if let Some(target) = &self.json {
-            write_json(target, &report)?;
-        }
-        if self.json.as_deref() != Some("-") {
-            print(&text_report(&report, &problems))?;
-        }
-        Ok(ExitCode::from(if ok { 0 } else { 2 }))
+            "bytes_per_rank": audit.bytes_per_rank(manifest, self.tp),
+        }))
     }
 
     /// `--write-hashes` and `--check-hashes`.
@@ -129,7 +145,8 @@ impl VerifyCommand {
         };
         let progress = Progress::bytes("hashing");
         if let Some(target) = &self.write_hashes {
-            let mut names = source.file_names()?;
+            check_writable(target)?;
+            let mut names = source.all_file_names()?;
             // A record inside the checkpoint's folder does not record itself, however it is spelt.
             if let Ok(record) = std::fs::canonicalize(target) {
                 let is_record =
@@ -160,13 +177,38 @@ impl VerifyCommand {
 fn read_hashes(file: &str) -> Result<HashList> {
     let text = std::fs::read(file)
         .map_err(|e| Error::input(format!("{file}: cannot read: {e}; check --check-hashes")))?;
-    serde_json::from_slice(&text).map_err(|e| {
-        Error::input(format!("{file}: not a record of --write-hashes: {e}; write it again"))
+    HashList::from_json(file, &text)
+}
+
+/// Whether the record can be written, told before hours of hashing; makes the file if it is not
+/// there.
+fn check_writable(target: &str) -> Result<()> {
+    let opened = std::fs::OpenOptions::new().append(true).create(true).open(target);
+    opened.map(drop).map_err(|e| {
+        Error::input(format!("{target}: cannot write: {e}; check the path of --write-hashes"))
     })
 }
 
-/// Warnings about files beside the weights.
-fn side_problems(source: &Source, unhandled: &[String]) -> Result<Vec<Problem>> {
+/// A file that the loader refuses; the message names it.
+fn unusable(source: &Source, error: &Error) -> Problem {
+    let message = error.to_string();
+    let names = ["config.json", "hf_quant_config.json", INDEX, "tokenizer.json"]
+        .into_iter()
+        .chain(["generation_config.json", "chat_template.jinja", "tokenizer_config.json", ""]);
+    let mut files = names.map(|name| source.display(name));
+    Problem {
+        kind: "unusable_file",
+        severity: Severity::Error,
+        file: files.find(|file| message.starts_with(file)).unwrap_or_default(),
+        tensor: None,
+        expected: "a file that can be used".into(),
+        found: message,
+        fix: "fetch it again".into(),
+    }
+}
+
+/// Problems with files beside the weights, and keys that nobody knows.
+fn side_problems(source: &Source, config: &ModelConfig) -> Result<Vec<Problem>> {
     let warning = |kind, file: &str, expected: &str, found: String, fix: &str| Problem {
         kind,
         severity: Severity::Warning,
@@ -185,25 +227,41 @@ fn side_problems(source: &Source, unhandled: &[String]) -> Result<Vec<Problem>> 
             "no such file".into(),
             "without it prompts can only be given as token ids",
         ));
+    } else {
+        let text = TextModel::open(source, &config.eos_token_id);
+        let checked = text.and_then(|text| text.map_or(Ok(()), |text| text.check_template()));
+        problems.extend(checked.err().map(|error| unusable(source, &error)));
     }
-    if !unhandled.is_empty() {
+    if !config.unhandled.is_empty() {
         problems.push(warning(
             "unhandled_config",
             "config.json",
             "keys that talon knows",
-            unhandled.join(", "),
+            config.unhandled.join(", "),
             "they are not used; a newer talon may know them",
         ));
     }
     Ok(problems)
 }
 
-/// Tensors and bytes of the EAGLE-3 head; faults of its files go to `problems`.
-fn head_summary(head: Source, problems: &mut Vec<Problem>) -> Result<Value> {
-    let head = crate::weights::Checkpoint::open(head, false)?;
-    problems.extend(head.problems.iter().cloned());
+/// Tensors and bytes of the EAGLE-3 head. The model loads without it, so its faults are warnings.
+fn head_summary(head: Source, config: &ModelConfig, problems: &mut Vec<Problem>) -> Value {
+    if let Some(error) = eagle3_fault(head.clone(), config) {
+        problems.push(Problem {
+            kind: "eagle3",
+            severity: Severity::Warning,
+            file: head.display(""),
+            tensor: None,
+            expected: "an EAGLE-3 head for this model".into(),
+            found: error.to_string(),
+            fix: "fetch the head again, or load with --draft none".into(),
+        });
+    }
+    let Ok(head) = Checkpoint::open(head, false) else {
+        return json!({ "tensors": 0, "bytes": 0 });
+    };
     let bytes: usize = head.tensors.values().map(|tensor| tensor.range.len()).sum();
-    Ok(json!({ "tensors": head.tensors.len(), "bytes": bytes }))
+    json!({ "tensors": head.tensors.len(), "bytes": bytes })
 }
 
 fn problem_json(problem: &Problem) -> Value {
@@ -230,14 +288,16 @@ fn text_report(report: &Value, problems: &[Problem]) -> String {
         let _ = writeln!(text, "{name:<16}{value}");
     };
     line("model", word("model"));
-    line("tensors", format!("{} in {} shards", number("tensors"), number("shards")));
-    line("bytes", number("bytes"));
-    line("per rank", format!("{} at --tp {}", number("bytes_per_rank"), report["tp"]));
-    line("layout", word("layout"));
-    line("MTP layer", word("mtp"));
-    if let Some(head) = report["eagle3"].as_object() {
-        let bytes = thousands(head["bytes"].as_u64().unwrap_or(0));
-        line("EAGLE-3 head", format!("{} tensors, {bytes} bytes", head["tensors"]));
+    if report["tensors"].is_u64() {
+        line("tensors", format!("{} in {} shards", number("tensors"), number("shards")));
+        line("bytes", number("bytes"));
+        line("per rank", format!("{} at --tp {}", number("bytes_per_rank"), report["tp"]));
+        line("layout", word("layout"));
+        line("MTP layer", word("mtp"));
+        if let Some(head) = report["eagle3"].as_object() {
+            let bytes = thousands(head["bytes"].as_u64().unwrap_or(0));
+            line("EAGLE-3 head", format!("{} tensors, {bytes} bytes", head["tensors"]));
+        }
     }
     let mut shown: Vec<(&str, usize)> = Vec::new();
     for problem in problems {

@@ -1,10 +1,11 @@
-//! An EAGLE-3 head as a drafter (facts/eagle3.md §2.1): `fuse_features`, `draft_attend`, a SwiGLU
-//! MLP, `draft_head`.
+//! An EAGLE-3 head as a drafter (facts/eagle3.md §2.1): `fuse_features`, `draft_attend` (in a file
+//! of its own), a SwiGLU MLP, `draft_head`.
 
 use std::sync::Arc;
 
+use super::draft_attend::draft_attend;
 use super::drafter::{DrafterKind, likeliest};
-use super::ops::{Rope, add_scaled, dot, linear, rms_norm, rotate, silu, softmax};
+use super::ops::{Rope, linear, rms_norm, silu};
 use super::rank::CpuRank;
 use crate::error::Result;
 use crate::model::{
@@ -24,7 +25,8 @@ pub struct Eagle3 {
     /// `[context, entry]` for each sequence; an entry is the rank's keys and values (grouped-query
     /// attention), or latent and roped key (latent attention).
     pub cache: Vec<Vec<f32>>,
-    rows: Vec<DraftRow>,
+    /// The rows that are being run.
+    pub rows: Vec<DraftRow>,
     /// Embedding, normed, `[n, H]`
     embedding: Vec<f32>,
     /// Fused feature or recycled hidden state, `[n, H]`; after the layer, its output
@@ -165,140 +167,6 @@ pub fn draft_layer(rank: &mut CpuRank) -> Result<()> {
     rank.comm.exchange(&partial, |_, theirs| add(&mut residual, theirs))?;
     head.hidden = residual;
     Ok(())
-}
-
-/// Writes the rows' cache entries and attends; `[n, heads / R × value width]`.
-fn draft_attend(head: &mut Eagle3, joined: &[f32], ranks: usize) -> Vec<f32> {
-    let heads = head.config.num_attention_heads / ranks;
-    match (&head.params.attention, &head.config.attention) {
-        (
-            Eagle3Attention::Gqa { q_proj, k_proj, v_proj, .. },
-            Eagle3AttentionConfig::Gqa { num_key_value_heads, head_dim },
-        ) => {
-            let (kv_heads, dim) = (num_key_value_heads / ranks, *head_dim);
-            let project = |matrix| {
-                let rows = joined.len() / (2 * head.config.hidden_size);
-                let mut out = vec![0.0; rows * crate::weights::Matrix::rows(matrix)];
-                linear(matrix, joined, &mut out);
-                out
-            };
-            let (mut q, mut k, v) = (project(q_proj), project(k_proj), project(v_proj));
-            let width = kv_heads * dim;
-            for (r, row) in head.rows.iter().enumerate() {
-                let angles = head.rope.angles(row.position);
-                let of_row = &mut q[r * heads * dim..(r + 1) * heads * dim];
-                of_row.chunks_exact_mut(dim).for_each(|q| rotate_halves(q, &angles));
-                let keys = &mut k[r * width..(r + 1) * width];
-                keys.chunks_exact_mut(dim).for_each(|k| rotate_halves(k, &angles));
-                let entry = &mut head.cache[row.sequence][row.position * 2 * width..][..2 * width];
-                entry[..width].copy_from_slice(keys);
-                entry[width..].copy_from_slice(&v[r * width..][..width]);
-            }
-            let mut out = vec![0.0; head.rows.len() * heads * dim];
-            for (i, (q, out)) in q.chunks_exact(dim).zip(out.chunks_exact_mut(dim)).enumerate() {
-                let row = head.rows[i / heads];
-                let at = i % heads / (heads / kv_heads) * dim;
-                let entry = |t: usize| &head.cache[row.sequence][t * 2 * width..][..2 * width];
-                let scale = (dim as f32).powf(-0.5);
-                let mut scores: Vec<f32> = (row.first..=row.position)
-                    .map(|t| dot(q, &entry(t)[at..at + dim]) * scale)
-                    .collect();
-                softmax(&mut scores);
-                for (t, probability) in (row.first..).zip(&scores) {
-                    add_scaled(out, *probability, &entry(t)[width + at..][..dim]);
-                }
-            }
-            out
-        }
-        (
-            Eagle3Attention::Mla {
-                q_a_proj,
-                q_a_layernorm,
-                q_b_proj,
-                kv_a_proj_with_mqa,
-                kv_a_layernorm,
-                kv_b_proj,
-                ..
-            },
-            Eagle3AttentionConfig::Mla {
-                q_lora_rank,
-                kv_lora_rank,
-                qk_nope_head_dim,
-                qk_rope_head_dim,
-                v_head_dim,
-            },
-        ) => {
-            let (latent, nope, rope, value) =
-                (*kv_lora_rank, *qk_nope_head_dim, *qk_rope_head_dim, *v_head_dim);
-            let eps = head.config.rms_norm_eps;
-            let count = head.rows.len();
-            let mut q_a = vec![0.0; count * q_lora_rank];
-            linear(q_a_proj, joined, &mut q_a);
-            let mut q_latent = vec![0.0; q_a.len()];
-            for (x, y) in
-                q_a.chunks_exact(*q_lora_rank).zip(q_latent.chunks_exact_mut(*q_lora_rank))
-            {
-                rms_norm(x, q_a_layernorm, eps, y);
-            }
-            let mut q = vec![0.0; count * heads * (nope + rope)];
-            linear(q_b_proj, &q_latent, &mut q);
-            let mut kv_a = vec![0.0; count * (latent + rope)];
-            linear(kv_a_proj_with_mqa, joined, &mut kv_a);
-            for (r, (row, kv_a)) in
-                head.rows.iter().zip(kv_a.chunks_exact(latent + rope)).enumerate()
-            {
-                let angles = head.rope.angles(row.position);
-                let at = row.position * (latent + rope);
-                let (normed, key) =
-                    head.cache[row.sequence][at..at + latent + rope].split_at_mut(latent);
-                rms_norm(&kv_a[..latent], kv_a_layernorm, eps, normed);
-                key.copy_from_slice(&kv_a[latent..]);
-                rotate(key, &angles);
-                for q in q[r * heads * (nope + rope)..][..heads * (nope + rope)]
-                    .chunks_exact_mut(nope + rope)
-                {
-                    rotate(&mut q[nope..], &angles);
-                }
-            }
-            // A drafter is small: keys and values are absorbed head by head with decoded weights.
-            let kv_b = kv_b_proj.to_vec();
-            let scale = ((nope + rope) as f32).powf(-0.5);
-            let mut out = vec![0.0; count * heads * value];
-            for (i, (q, out)) in
-                q.chunks_exact(nope + rope).zip(out.chunks_exact_mut(value)).enumerate()
-            {
-                let row = head.rows[i / heads];
-                let w = &kv_b[i % heads * (nope + value) * latent..][..(nope + value) * latent];
-                let mut query = vec![0.0; latent];
-                for (q, w_uk) in q[..nope].iter().zip(w.chunks_exact(latent)) {
-                    add_scaled(&mut query, *q, w_uk);
-                }
-                query.extend_from_slice(&q[nope..]);
-                let entry =
-                    |t: usize| &head.cache[row.sequence][t * (latent + rope)..][..latent + rope];
-                let mut scores: Vec<f32> =
-                    (row.first..=row.position).map(|t| dot(&query, entry(t)) * scale).collect();
-                softmax(&mut scores);
-                let mut attended = vec![0.0; latent];
-                for (t, probability) in (row.first..).zip(&scores) {
-                    add_scaled(&mut attended, *probability, &entry(t)[..latent]);
-                }
-                for (out, w_uv) in out.iter_mut().zip(w[nope * latent..].chunks_exact(latent)) {
-                    *out = dot(w_uv, &attended);
-                }
-            }
-            out
-        }
-        _ => unreachable!("the tensors were read by the configuration"),
-    }
-}
-
-/// Rope on pairs (j, j + d / 2), as Llama-type heads are trained with.
-fn rotate_halves(x: &mut [f32], angles: &[(f32, f32)]) {
-    let (low, high) = x.split_at_mut(angles.len());
-    for ((low, high), (cos, sin)) in low.iter_mut().zip(high).zip(angles) {
-        (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
-    }
 }
 
 /// The likeliest token after the last row.

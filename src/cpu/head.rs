@@ -3,7 +3,7 @@
 
 use super::ops::linear;
 use super::rank::CpuRank;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::{Output, RowResult};
 
 pub fn head(rank: &mut CpuRank) -> Result<Vec<RowResult>> {
@@ -39,6 +39,16 @@ pub fn head(rank: &mut CpuRank) -> Result<Vec<RowResult>> {
             }
         }
     })?;
+
+    for (i, best) in best_logits.iter().enumerate() {
+        if !best.is_finite() {
+            return Err(Error::runtime(format!(
+                "the logits at position {} are not finite numbers; the weights are damaged: talon \
+                 verify --scales, or --check-hashes, finds where",
+                buffers.rows[wanted[i]].position
+            )));
+        }
+    }
 
     let keep: Vec<usize> =
         (0..wanted.len()).filter(|i| buffers.rows[wanted[*i]].output == Output::Logits).collect();

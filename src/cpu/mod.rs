@@ -4,6 +4,7 @@
 
 mod attention;
 mod cache;
+mod draft_attend;
 mod drafter;
 mod eagle3;
 mod features;

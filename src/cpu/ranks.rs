@@ -92,28 +92,23 @@ impl CpuRanks {
         draft: &DraftModel,
         options: CpuOptions,
     ) -> Result<Self> {
+        // Each rank on a thread of its own: a rank touches pages all over the files, and one after
+        // the other would wait for the disk that many times.
+        let options = &options;
+        let built: Vec<Result<CpuRank>> = std::thread::scope(|scope| {
+            let build =
+                |comm| scope.spawn(move || build_rank(config, weights, draft, options, comm));
+            let threads: Vec<_> = SharedMemory::group(options.tp).into_iter().map(build).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, Result<CpuRank>>| {
+                let ended = |_| Err(Error::runtime("a rank ended; its message is above"));
+                thread.join().unwrap_or_else(ended)
+            };
+            threads.into_iter().map(join).collect()
+        });
         let (answer_sender, answers) = channel();
         let mut ranks = Self { jobs: Vec::new(), answers, threads: Vec::new() };
-        for comm in SharedMemory::group(options.tp) {
-            let index = comm.rank();
-            let slice = Slice { index, of: options.tp };
-            let mut params = weights.params(config, slice)?;
-            let drafter = start_drafter(config, weights, &mut params, draft, slice, &options)?;
-            let rank = CpuRank {
-                params,
-                cache: KvCache::new(
-                    config,
-                    layers_with(config, draft),
-                    options.context,
-                    options.parallel,
-                ),
-                rope: Rope::new(config.qk_rope_head_dim, config.rope_theta),
-                vocab_limit: options.vocab_limit.min(config.vocab_size),
-                drafter,
-                buffers: Buffers::default(),
-                config: config.clone(),
-                comm,
-            };
+        for (index, rank) in built.into_iter().enumerate() {
+            let rank = rank?;
             let (sender, jobs) = channel();
             // All ranks compute the same results; rank 0 answers.
             let answer = (index == 0).then(|| answer_sender.clone());
@@ -155,6 +150,29 @@ impl Backend for CpuRanks {
     fn feature_positions(&self) -> usize {
         FEATURE_POSITIONS
     }
+}
+
+/// A rank with its share of the weights and an empty cache.
+fn build_rank(
+    config: &Arc<ModelConfig>,
+    weights: &Weights,
+    draft: &DraftModel,
+    options: &CpuOptions,
+    comm: SharedMemory,
+) -> Result<CpuRank> {
+    let slice = Slice { index: comm.rank(), of: options.tp };
+    let mut params = weights.params(config, slice)?;
+    let drafter = start_drafter(config, weights, &mut params, draft, slice, options)?;
+    Ok(CpuRank {
+        params,
+        cache: KvCache::new(config, layers_with(config, draft), options.context, options.parallel),
+        rope: Rope::new(config.qk_rope_head_dim, config.rope_theta),
+        vocab_limit: options.vocab_limit.min(config.vocab_size),
+        drafter,
+        buffers: Buffers::default(),
+        config: config.clone(),
+        comm,
+    })
 }
 
 /// The drafter of a rank; the MTP layer's decoder layer goes behind the target's.

@@ -11,7 +11,7 @@ mod text_model;
 
 pub use drafting::DraftChoice;
 pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
-pub use output::OutputText;
+pub use output::{OutputText, opens_reasoning};
 pub use sampler::Sampling;
 pub use session::Session;
 pub use text_model::TextModel;
@@ -21,11 +21,12 @@ use std::sync::Arc;
 use log::{info, warn};
 
 use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
-use crate::error::{Error, Result};
-use crate::model::{ModelConfig, Quantization, Weights};
-use crate::spec::{AdaptivePolicy, Policy};
+use crate::error::{Error, Result, one_line};
+pub use crate::model::ModelConfig;
+use crate::model::{Eagle3Head, Quantization, Weights};
+use crate::spec::Policy;
 use crate::weights::{
-    Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes,
+    Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes, synthetic,
 };
 
 /// Settings of a load.
@@ -127,11 +128,19 @@ impl Opened {
             (&config_name, &config_json),
             quant_json.as_deref().map(|json| (quant_name.as_str(), json)),
         )?;
-        let checkpoint = Checkpoint::open(source, ignore_index)?;
         let manifest = Manifest::glm5()?;
+        let checkpoint = match source {
+            Source::Synthetic(..) => synthetic(source, &manifest, &config.geometry())?,
+            source => Checkpoint::open(source, ignore_index)?,
+        };
         let audit = audit(&checkpoint, &manifest, &config.geometry())?;
         Ok(Self { config, quantization, checkpoint, manifest, audit })
     }
+}
+
+/// Why an EAGLE-3 head cannot draft for a model of this config, if it cannot.
+pub fn eagle3_fault(head: Source, config: &ModelConfig) -> Option<Error> {
+    Eagle3Head::open(head, config, None).err()
 }
 
 impl Engine {
@@ -152,16 +161,18 @@ impl Engine {
             warn!("{}", warning.line());
         }
         if !config.unhandled.is_empty() {
-            warn!(
+            // The keys are foreign text.
+            let line = format!(
                 "{}: keys that talon does not know: {}",
                 checkpoint.source.display("config.json"),
                 config.unhandled.join(", ")
             );
+            warn!("{}", one_line(line));
         }
-        manifest.check_ranks(&config.geometry(), options.tp)?;
+        audit.check_ranks(&manifest, &config.geometry(), options.tp)?;
 
         let total = scale_bytes(&audit);
-        let bad = check_scales(&checkpoint, &audit, &|bytes| progress(bytes, total));
+        let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
         if let Some(first) = bad.first() {
             return Err(Error::input(first.line()));
         }
@@ -191,6 +202,16 @@ impl Engine {
             options.draft_rope_theta,
         )?;
         memory::check_fits(cache_bytes(&config, &cpu, &draft), &limits)?;
+        if limits.context > config.max_position_embeddings {
+            warn!(
+                "--context {}: the model was made for {} positions (max_position_embeddings); \
+                 answers beyond them may be noise",
+                limits.context, config.max_position_embeddings
+            );
+        }
+        memory::warn_if_larger_than_memory(
+            checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
+        );
 
         let layout = audit.layout.clone();
         let weights = Weights::new(checkpoint, manifest, audit)?;
@@ -200,7 +221,7 @@ impl Engine {
         let slots = session::Slots::new(limits.parallel);
         let policy = match options.draft_tokens {
             Some(count) => Policy::Fixed(count),
-            None => Policy::Adaptive(AdaptivePolicy::default()),
+            None => Policy::adaptive(),
         };
         Ok(Self { config, text, layout, ranks, slots, limits, drafter, policy })
     }

@@ -4,6 +4,17 @@ use super::TextModel;
 use crate::error::Result;
 use crate::text::{Detokenizer, ReasoningSplitter, SplitText, StopStrings};
 
+/// Whether a prompt ends inside the model's reasoning: templates differ in what they open and
+/// close, so the prompt itself is asked.
+pub fn opens_reasoning(text: &TextModel, prompt: &[u32]) -> bool {
+    let last = |literal: &str| {
+        let id = text.tokenizer().token_id(literal)?;
+        prompt.iter().rposition(|token| *token == id)
+    };
+    // A place counts for more than no place.
+    last("<think>") > last("</think>")
+}
+
 /// Detokenises, ends at stop strings, and tells reasoning from answer.
 pub struct OutputText<'a> {
     detokenizer: Detokenizer<'a>,

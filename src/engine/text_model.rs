@@ -3,14 +3,15 @@
 use log::warn;
 use serde_json::Value;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, one_line};
 use crate::text::{ChatTemplate, GenerationConfig, TemplateOptions, Tokenizer};
 use crate::weights::{Bytes, Source};
 
 /// What turns messages into token ids and back.
 pub struct TextModel {
     tokenizer: Tokenizer,
-    template: Option<ChatTemplate>,
+    /// Only chats need it, so only they fail.
+    template: Result<Option<ChatTemplate>>,
     generation: GenerationConfig,
 }
 
@@ -24,9 +25,10 @@ impl TextModel {
         const TOKENIZER: &str = "tokenizer.json";
         const GENERATION: &str = "generation_config.json";
         let Some(json) = source.open(TOKENIZER)? else {
+            let file = source.display(TOKENIZER);
             warn!(
-                "{}: not found; prompts can only be given as token ids",
-                source.display(TOKENIZER)
+                "{}",
+                one_line(format!("{file}: not found; prompts can only be given as token ids"))
             );
             return Ok(None);
         };
@@ -37,7 +39,7 @@ impl TextModel {
         if generation.eos_token_ids.is_empty() {
             generation.eos_token_ids = config_eos.to_vec();
         }
-        Ok(Some(Self { tokenizer, template: read_template(source)?, generation }))
+        Ok(Some(Self { tokenizer, template: read_template(source), generation }))
     }
 
     /// The tokenizer.
@@ -48,6 +50,14 @@ impl TextModel {
     /// Sampling defaults and end-of-turn tokens.
     pub fn generation(&self) -> &GenerationConfig {
         &self.generation
+    }
+
+    /// Whether the chat template, if there is one, can be used.
+    ///
+    /// # Errors
+    /// Input error that names the file.
+    pub fn check_template(&self) -> Result<()> {
+        self.template.as_ref().map(|_| ()).map_err(Error::clone)
     }
 
     /// Token ids of a chat up to where the model's turn begins. Special tokens in the text of
@@ -61,7 +71,7 @@ impl TextModel {
         tools: Option<&Value>,
         options: &TemplateOptions,
     ) -> Result<Vec<u32>> {
-        let template = self.template.as_ref().ok_or_else(|| {
+        let template = self.template.as_ref().map_err(Error::clone)?.as_ref().ok_or_else(|| {
             Error::input("the checkpoint has no chat template; use --raw for plain completion")
         })?;
         let prompt = template.render(messages, tools, options, &self.tokenizer)?;

@@ -125,7 +125,7 @@ impl ModelConfig {
             intermediate_size: reader.size("intermediate_size")?,
             moe_intermediate_size: reader.size("moe_intermediate_size")?,
             n_routed_experts: reader.size("n_routed_experts")?,
-            n_shared_experts: reader.size_or("n_shared_experts", 1)?,
+            n_shared_experts: reader.positive_size_or("n_shared_experts", 1)?,
             num_experts_per_tok: reader.size("num_experts_per_tok")?,
             routed_scaling_factor: reader.float_or("routed_scaling_factor", 2.5)?,
             norm_topk_prob: reader.bool_or("norm_topk_prob", true)?,
@@ -300,6 +300,14 @@ impl Reader<'_> {
                 "{}: {key} is missing or 0; a GLM-5 config.json must give it",
                 self.file
             ))),
+            size => Ok(size),
+        }
+    }
+
+    /// As [`Reader::size_or`], for what the layers divide by.
+    fn positive_size_or(&mut self, key: &'static str, default: usize) -> Result<usize> {
+        match self.size_or(key, default)? {
+            0 => Err(self.wrong(key, "a number of at least 1, as in every GLM-5", &Value::from(0))),
             size => Ok(size),
         }
     }

@@ -248,7 +248,7 @@ impl Eagle3Head {
         if let Some(unknown) = audit.problems.iter().find(|p| p.kind == "unknown_tensors") {
             return Err(Error::input(unknown.line()));
         }
-        if let Some(bad) = check_scales(&checkpoint, &audit, &|_| {}).first() {
+        if let Some(bad) = check_scales(&checkpoint, &manifest, &audit, &|_| {}).first() {
             return Err(Error::input(bad.line()));
         }
         let draft_to_target = draft_to_target(&checkpoint, &config, target)?;

@@ -12,7 +12,7 @@ pub enum Policy {
     /// Always this many.
     Fixed(usize),
     /// As many as pay.
-    Adaptive(AdaptivePolicy),
+    Adaptive(Box<AdaptivePolicy>),
 }
 
 /// What a round cost and gave.
@@ -87,6 +87,11 @@ impl Default for AdaptivePolicy {
 }
 
 impl Policy {
+    /// As many as pay, beginning without knowledge.
+    pub fn adaptive() -> Self {
+        Policy::Adaptive(Box::default())
+    }
+
     /// Guesses for the next round.
     pub fn choose(&self) -> usize {
         match self {
@@ -270,10 +275,6 @@ mod tests {
         (tokens, time)
     }
 
-    fn adaptive() -> Policy {
-        Policy::Adaptive(AdaptivePolicy::default())
-    }
-
     #[test]
     fn where_it_pays_it_comes_near_the_best_fixed_chain() {
         let cost = |rows: usize| 10.0 + 1.0 * rows as f64;
@@ -283,7 +284,7 @@ mod tests {
                 tokens / time
             };
             let best = (1..=7).map(|k| speed(&mut Policy::Fixed(k))).fold(0.0, f64::max);
-            let found = speed(&mut adaptive());
+            let found = speed(&mut Policy::adaptive());
             assert!(found > 0.97 * best, "acceptance {acceptance}: {found} of {best}");
         }
     }
@@ -293,7 +294,7 @@ mod tests {
         // Cost in proportion to the rows: nothing can be gained.
         for acceptance in [0.0, 0.3, 0.7, 1.0] {
             for draft in [0.1, 3.0] {
-                let mut policy = adaptive();
+                let mut policy = Policy::adaptive();
                 let (tokens, time) =
                     simulate(&mut policy, 2000, acceptance, |m| 10.0 * m as f64, draft);
                 let slow_down = time / (tokens * 10.0);
@@ -305,7 +306,7 @@ mod tests {
     #[test]
     fn it_follows_a_change_of_text() {
         let cost = |rows: usize| 10.0 + 2.0 * rows as f64;
-        let mut policy = adaptive();
+        let mut policy = Policy::adaptive();
         simulate(&mut policy, 500, 0.1, cost, 1.0);
         simulate(&mut policy, 1500, 0.95, cost, 1.0);
         assert!(policy.choose() >= 4, "chooses {}", policy.choose());
@@ -315,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_drafter_that_is_never_right_is_switched_off_with_a_reason() {
-        let mut policy = adaptive();
+        let mut policy = Policy::adaptive();
         simulate(&mut policy, 200_000, 0.0, |rows| 10.0 + 0.01 * rows as f64, 0.01);
         let Policy::Adaptive(adaptive) = &policy else { unreachable!() };
         assert!(adaptive.switched_off().is_some_and(|reason| reason.contains("none of its")));

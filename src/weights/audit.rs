@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::checkpoint::{Checkpoint, TensorRef};
+use super::formats::check_share;
 use super::manifest::{Entry, Geometry, Manifest, Module, Part, PartShape, Role};
 use crate::error::{Error, Result, one_line};
 
@@ -116,6 +117,22 @@ impl Audit {
             n => format!(" (and {n} more: talon verify lists them)"),
         };
         Err(Error::input(format!("{}{more}", first.line())))
+    }
+
+    /// Whether `tp` ranks can share the modules in the formats that they are stored in.
+    ///
+    /// # Errors
+    /// Input error that names the first module that they cannot share.
+    pub fn check_ranks(&self, manifest: &Manifest, geometry: &Geometry, tp: usize) -> Result<()> {
+        manifest.check_ranks(geometry, tp)?;
+        let check = |resolved: &Resolved| {
+            let Module { entry, name, shape, .. } = &resolved.module;
+            let rule = manifest.entries[*entry].slice.as_ref()?;
+            let format = &manifest.formats[resolved.format].name;
+            check_share(name, format, rule.axis, shape, tp).err()
+        };
+        let refused = self.modules.values().filter_map(check);
+        refused.min_by_key(|error| error.to_string()).map_or(Ok(()), Err)
     }
 
     /// Bytes of the weights that one of `tp` ranks holds.

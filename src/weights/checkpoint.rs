@@ -15,7 +15,8 @@ use super::mmap::Bytes;
 use super::source::Source;
 use crate::error::{Error, Result};
 
-const INDEX: &str = "model.safetensors.index.json";
+/// The file that says which shard holds which tensor.
+pub const INDEX: &str = "model.safetensors.index.json";
 
 /// Where a tensor lies and what it is.
 #[derive(Debug, Clone)]
@@ -63,6 +64,13 @@ struct Index {
 #[derive(Deserialize)]
 struct IndexMetadata {
     total_size: Option<serde_json::Number>,
+}
+
+impl Shard {
+    /// A shard by its name and bytes.
+    pub fn new(name: String, bytes: Bytes) -> Self {
+        Self { name, bytes }
+    }
 }
 
 impl Checkpoint {
@@ -138,12 +146,6 @@ impl Checkpoint {
     /// Gives every tensor another name, where producers spell one layout differently.
     pub fn rename(&mut self, name: impl Fn(&str) -> String) {
         self.tensors = self.tensors.drain().map(|(old, tensor)| (name(&old), tensor)).collect();
-    }
-
-    /// Name of a tensor, found by its place; for messages only, as it searches.
-    pub fn name_of(&self, tensor: &TensorRef) -> Option<&str> {
-        let mut tensors = self.tensors.iter();
-        tensors.find(|(_, found)| found.number == tensor.number).map(|(name, _)| name.as_str())
     }
 
     fn add_shard(&mut self, name: &str, bytes: Bytes, header: ShardHeader) {
@@ -249,12 +251,17 @@ fn read_index(source: &Source) -> Result<Option<Index>> {
     let Some(bytes) = source.open(INDEX)? else {
         return Ok(None);
     };
-    serde_json::from_slice(&bytes).map(Some).map_err(|e| {
-        Error::input(format!(
-            "{}: not a shard index: {e}; fetch it again or go by the shards with --ignore-index",
-            source.display(INDEX)
-        ))
-    })
+    let file = source.display(INDEX);
+    let fix = "fetch it again or go by the shards with --ignore-index";
+    let index: Index = serde_json::from_slice(&bytes)
+        .map_err(|e| Error::input(format!("{file}: not a shard index: {e}; {fix}")))?;
+    let mut shards = index.weight_map.iter();
+    match shards.find(|(_, shard)| !Source::is_plain_name(shard)) {
+        None => Ok(Some(index)),
+        Some((tensor, shard)) => Err(Error::input(format!(
+            "{file}: {tensor}: expected the name of a file beside the index, found {shard:?}; {fix}"
+        ))),
+    }
 }
 
 fn extra_shards(

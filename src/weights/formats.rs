@@ -105,30 +105,22 @@ impl Matrix {
         let matrix = Self { rows: 0..rows, columns: 0..columns, stride: columns, values };
         match manifest.entries[resolved.module.entry].slice.as_ref().map(|rule| rule.axis) {
             None => Ok(matrix),
-            Some(axis) => matrix.cut(axis, rank, name),
+            Some(axis) => {
+                check_share(name, format, axis, &[rows, columns], rank.of)?;
+                Ok(matrix.cut(axis, rank))
+            }
         }
     }
 
-    fn cut(mut self, axis: Axis, rank: Slice, name: &str) -> Result<Self> {
+    fn cut(mut self, axis: Axis, rank: Slice) -> Self {
         let whole = if axis == Axis::Rows { self.rows.len() } else { self.columns.len() };
         let share = whole / rank.of;
         let range = rank.index * share..(rank.index + 1) * share;
-        let block = match (&self.values, axis) {
-            (Values::Nvfp4 { .. }, Axis::Columns) => NVFP4_BLOCK,
-            _ => 1,
-        };
-        if !share.is_multiple_of(block) {
-            return Err(Error::input(format!(
-                "tensor {name}: {whole} columns over {} ranks split a block of {block} that \
-                 shares a scale; use a smaller --tp",
-                rank.of
-            )));
-        }
         match axis {
             Axis::Rows => self.rows = range,
             Axis::Columns => self.columns = range,
         }
-        Ok(self)
+        self
     }
 
     /// Output dimension.
@@ -215,6 +207,26 @@ impl Matrix {
         self.decode(0..self.rows(), &mut values);
         values
     }
+}
+
+/// Whether `ranks` can share a stored module: a cut along the columns may not go through a block of
+/// NVFP4. (FP8 blocks are found by their place in the whole matrix.)
+pub(super) fn check_share(
+    name: &str,
+    format: &str,
+    axis: Axis,
+    shape: &[usize],
+    ranks: usize,
+) -> Result<()> {
+    let columns = shape.last().copied().unwrap_or(0);
+    let nvfp4 = matches!(format, "nvfp4" | "nvfp4-packed");
+    if axis == Axis::Rows || !nvfp4 || (columns / ranks).is_multiple_of(NVFP4_BLOCK) {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "tensor {name}: {columns} columns over {ranks} ranks split a block of {NVFP4_BLOCK} that \
+         shares a scale; use a smaller --tp"
+    )))
 }
 
 /// The value of an E4M3 byte.

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::audit::{Problem, Severity};
 use super::source::Source;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Bytes hashed between two reports of progress.
 const CHUNK_BYTES: usize = 8 << 20;
@@ -18,6 +18,29 @@ const CHUNK_BYTES: usize = 8 << 20;
 pub struct HashList {
     /// The files, sorted by name.
     pub files: Vec<FileHash>,
+}
+
+impl HashList {
+    /// Reads a record; `file` is its name in messages.
+    ///
+    /// # Errors
+    /// Input error if it is none, lists nothing, or names files outside of a checkpoint.
+    pub fn from_json(file: &str, json: &[u8]) -> Result<Self> {
+        let refuse = |what: String| {
+            Error::input(format!("{file}: not a record of --write-hashes: {what}; write it again"))
+        };
+        let list: Self = serde_json::from_slice(json).map_err(|e| refuse(e.to_string()))?;
+        if list.files.is_empty() {
+            return Err(refuse("it lists no file".into()));
+        }
+        let plain = |name: &str| name.split('/').all(Source::is_plain_name);
+        match list.files.iter().find(|file| !plain(&file.name)) {
+            None => Ok(list),
+            Some(found) => {
+                Err(refuse(format!("expected names inside the checkpoint, found {:?}", found.name)))
+            }
+        }
+    }
 }
 
 /// One file's record.

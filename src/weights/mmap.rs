@@ -22,12 +22,18 @@ pub struct Bytes {
 enum Backing {
     Mapped(Arc<Mapping>),
     Embedded(&'static [u8]),
+    Owned(Arc<Vec<u8>>),
 }
 
 impl Bytes {
     /// Bytes that are part of the binary.
     pub fn embedded(bytes: &'static [u8]) -> Self {
         Self { range: 0..bytes.len(), backing: Backing::Embedded(bytes) }
+    }
+
+    /// Bytes that were made.
+    pub fn owned(bytes: Vec<u8>) -> Self {
+        Self { range: 0..bytes.len(), backing: Backing::Owned(Arc::new(bytes)) }
     }
 
     /// Maps a whole file read-only.
@@ -64,6 +70,7 @@ impl Deref for Bytes {
         match &self.backing {
             Backing::Mapped(mapping) => &mapping.map[self.range.clone()],
             Backing::Embedded(bytes) => &bytes[self.range.clone()],
+            Backing::Owned(bytes) => &bytes[self.range.clone()],
         }
     }
 }

@@ -14,9 +14,10 @@ mod manifest;
 mod mmap;
 mod scales;
 mod source;
+mod synthetic;
 
 pub use audit::{Audit, MtpState, Problem, Resolved, Severity, audit};
-pub use checkpoint::{Checkpoint, TensorRef};
+pub use checkpoint::{Checkpoint, INDEX, TensorRef};
 pub use demo::{demo, demo_eagle3};
 pub use formats::{Matrix, Slice, decode_e4m3};
 pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
@@ -25,3 +26,4 @@ pub use manifest::{Axis, Entry, Format, Geometry, LayerShape, Manifest, Module, 
 pub use mmap::Bytes;
 pub use scales::{check_scales, scale_bytes};
 pub use source::{EmbeddedFile, Source};
+pub use synthetic::synthetic;

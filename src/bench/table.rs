@@ -1,0 +1,204 @@
+//! The report as a table for people.
+
+use std::fmt::Write;
+
+use serde_json::Value;
+
+/// The table of a report.
+pub fn table(report: &Value) -> String {
+    let model = &report["model"];
+    let settings = &report["settings"];
+    let mut text = format!(
+        "{}: {} layers, {}, {} backend, {} rank(s), drafter {}\n\n",
+        word(&model["name"]),
+        model["layers"],
+        word(&model["layout"]),
+        word(&settings["backend"]),
+        model["tp"],
+        settings["draft"].as_str().unwrap_or("none"),
+    );
+    let summary = &report["summary"];
+    let mut rows: Vec<(&str, &Value)> = Vec::new();
+    if let Some(by_class) = summary["by_class"].as_object() {
+        rows.extend(by_class.iter().map(|(class, value)| (class.as_str(), value)));
+    }
+    rows.push(("all", summary));
+    let speculates = !summary["speculative"].is_null();
+    // Writing to a String cannot fail.
+    let _ = match speculates {
+        true => write_pairs(&mut text, &rows),
+        false => write_baseline(&mut text, &rows),
+    };
+    if speculates {
+        text += &verdict(report, &rows);
+    } else {
+        text +=
+            "\nbaseline: one token a step, greedy; medians over runs, the first token excluded\n";
+    }
+    if let Some(sweep) = report["sweep"].as_array().filter(|sweep| !sweep.is_empty()) {
+        let _ = write_sweep(&mut text, sweep);
+    }
+    text
+}
+
+fn write_baseline(text: &mut String, rows: &[(&str, &Value)]) -> std::fmt::Result {
+    writeln!(
+        text,
+        "{:<10}{:>5}{:>8}  {:>22}  {:>18}  {:>8}  {:>15}",
+        "class",
+        "runs",
+        "tokens",
+        "tok/s [95 %]",
+        "steps/s x tok/step",
+        "TTFT ms",
+        "step ms p50 p99"
+    )?;
+    for (name, row) in rows {
+        let row = &row["baseline"];
+        let step = &row["step_ms"];
+        writeln!(
+            text,
+            "{name:<10}{:>5}{:>8}  {:>22}  {:>18}  {:>8}  {:>15}",
+            row["runs"],
+            row["completion_tokens"],
+            interval(&row["output_throughput"], 1),
+            factors(row),
+            number(&row["ttft_ms"]["median"], 1),
+            format!("{} {}", number(&step["p50"], 2), number(&step["p99"], 2)),
+        )?;
+    }
+    Ok(())
+}
+
+fn write_pairs(text: &mut String, rows: &[(&str, &Value)]) -> std::fmt::Result {
+    writeln!(
+        text,
+        "{:<8}{:>6}  {:>11}  {:>10}  {:>17}  {:>18}  {:>10}  {:>17}  accepted at 1, 2, …",
+        "class",
+        "pairs",
+        "plain tok/s",
+        "spec tok/s",
+        "speed-up [95 %]",
+        "steps/s x tok/step",
+        "plain step",
+        "verify + draft ms"
+    )?;
+    for (name, row) in rows {
+        let (plain, spec) = (&row["baseline"], &row["speculative"]);
+        let rates: Vec<String> = spec["per_position_acceptance_rates"]
+            .as_array()
+            .map(|rates| rates.iter().map(|rate| number(rate, 2)).collect())
+            .unwrap_or_default();
+        writeln!(
+            text,
+            "{name:<8}{:>6}  {:>11}  {:>10}  {:>17}  {:>18}  {:>10}  {:>17}  {}",
+            spec["runs"],
+            number(&plain["output_throughput"]["median"], 1),
+            number(&spec["output_throughput"]["median"], 1),
+            interval(&row["speedup"], 2),
+            factors(spec),
+            number(&plain["step_ms"]["p50"], 2),
+            format!("{} + {}", number(&spec["verify_ms"], 2), number(&spec["draft_ms"], 2)),
+            if rates.is_empty() { "no guess made".to_owned() } else { rates.join(" ") },
+        )?;
+    }
+    Ok(())
+}
+
+fn write_sweep(text: &mut String, sweep: &[Value]) -> std::fmt::Result {
+    writeln!(
+        text,
+        "\n{:<8}{:>17}  {:>18}  {:>17}",
+        "guesses", "speed-up [95 %]", "steps/s x tok/step", "verify + draft ms"
+    )?;
+    for line in sweep {
+        let spec = &line["speculative"];
+        writeln!(
+            text,
+            "{:<8}{:>17}  {:>18}  {:>17}",
+            line["draft_tokens"],
+            interval(&line["speedup"], 2),
+            factors(spec),
+            format!("{} + {}", number(&spec["verify_ms"], 2), number(&spec["draft_ms"], 2)),
+        )?;
+    }
+    Ok(())
+}
+
+/// Whether the text was the same, and for which classes speculation pays.
+fn verdict(report: &Value, rows: &[(&str, &Value)]) -> String {
+    let summary = &report["summary"];
+    let mut text = String::from("\n");
+    match summary["first_divergence"].is_null() {
+        true => {
+            let pairs = &summary["speculative"]["runs"];
+            text += &format!("text: identical with and without speculation in all {pairs} pairs\n");
+        }
+        false => {
+            let at = &summary["first_divergence"];
+            text += &format!(
+                "text: DIFFERS, first in {} at output token {}: plain {}, speculative {}, logit gap \
+                 {}; this is a fault, please report it with the JSON\n",
+                word(&at["prompt_id"]),
+                at["index"],
+                at["baseline_token"],
+                at["speculative_token"],
+                number(&at["logit_gap"], 6),
+            );
+        }
+    }
+    let ends = |row: &Value| {
+        let speedup = &row["speedup"];
+        Some((speedup["low"].as_f64()?, speedup["high"].as_f64()?))
+    };
+    let (mut faster, mut slower, mut same) = (Vec::new(), Vec::new(), Vec::new());
+    for (name, row) in rows.iter().filter(|(name, _)| *name != "all") {
+        match ends(row) {
+            Some((low, _)) if low > 1.0 => faster.push(*name),
+            Some((_, high)) if high < 1.0 => slower.push(*name),
+            _ => same.push(*name),
+        }
+    }
+    let list = |names: &[&str]| if names.is_empty() { "-".to_owned() } else { names.join(", ") };
+    text += &format!(
+        "speculation: faster for {}; slower for {}; no clear difference for {}\n",
+        list(&faster),
+        list(&slower),
+        list(&same)
+    );
+    if let Some(reason) = report["drafter_switched_off"].as_str() {
+        text += &format!("the drafter was switched off: {reason}\n");
+    }
+    if let Some(acceptance) = report["settings"]["simulated_acceptance"].as_f64() {
+        text += &format!(
+            "SIMULATED: guesses were made right so as to give {acceptance} tokens a step; speeds are \
+             real, acceptance is not\n"
+        );
+    }
+    text
+}
+
+/// Steps per second and tokens per step, whose product is the speed.
+fn factors(row: &Value) -> String {
+    format!("{} x {}", number(&row["steps_per_second"], 1), number(&row["tokens_per_step"], 2))
+}
+
+fn interval(value: &Value, digits: usize) -> String {
+    match value.is_null() {
+        true => "-".into(),
+        false => format!(
+            "{} [{} {}]",
+            number(&value["median"], digits),
+            number(&value["low"], digits),
+            number(&value["high"], digits)
+        ),
+    }
+}
+
+fn number(value: &Value, digits: usize) -> String {
+    value.as_f64().map_or("-".to_owned(), |value| format!("{value:.digits$}"))
+}
+
+fn word(value: &Value) -> &str {
+    value.as_str().unwrap_or("-")
+}
