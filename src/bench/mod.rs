@@ -6,6 +6,7 @@ mod report;
 mod simulate;
 mod statistics;
 mod table;
+mod verdict;
 mod workload;
 
 pub use measure::{Divergence, Measured, Mode, Plan, Run, measure, run_count};
