@@ -1,14 +1,18 @@
 //! The benchmark: prompts in classes, measured generations with and without speculation, statistics
 //! over them, and the report as a value that `cli` prints.
 
+mod html;
 mod measure;
+mod plots;
 mod report;
 mod simulate;
 mod statistics;
+mod svg;
 mod table;
 mod verdict;
 mod workload;
 
+pub use html::html;
 pub use measure::{Divergence, Measured, Mode, Plan, Run, measure, run_count};
 pub use report::{RunContext, Settings, report};
 pub use simulate::SimulatedDrafter;

@@ -6,7 +6,7 @@ use argh::FromArgs;
 
 use super::model_options::{DraftOptions, ModelOptions};
 use super::progress::Progress;
-use super::terminal::{check_writable, print, write_json};
+use super::terminal::{check_writable, print, write_json, write_text};
 use crate::bench::{self, Plan, Prompt, RunContext, Settings};
 use crate::doctor;
 use crate::error::{Error, Result};
@@ -65,6 +65,11 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "file")]
     json: Option<String>,
 
+    /// write the report as one page with plots, which needs no network (- is stdout, instead of the
+    /// table)
+    #[argh(option, arg_name = "file")]
+    html: Option<String>,
+
     /// checkpoint directory, or demo, the model in this binary (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
@@ -114,10 +119,7 @@ impl BenchCommand {
                 "--simulate-acceptance: expected 1 to 8 tokens a step, the target's own included",
             ));
         }
-        // A bad path should fail now, not after the measurement.
-        if let Some(target) = &self.json {
-            check_writable(target)?;
-        }
+        self.check_targets()?;
         let model = ModelOptions {
             model: &self.model,
             backend: &self.backend,
@@ -155,10 +157,26 @@ impl BenchCommand {
         if let Some(target) = &self.json {
             write_json(target, &report)?;
         }
-        if self.json.as_deref() != Some("-") {
+        if let Some(target) = &self.html {
+            write_text(target, &bench::html(&report))?;
+        }
+        let stdout_taken = [&self.json, &self.html].map(|target| target.as_deref() == Some("-"));
+        if !stdout_taken.contains(&true) {
             print(&bench::table(&report))?;
         }
         Ok(ExitCode::from(if measured.first_divergence.is_some() { 3 } else { 0 }))
+    }
+
+    /// A bad path should fail now, not after the measurement.
+    fn check_targets(&self) -> Result<()> {
+        if let (Some(json), Some(html)) = (&self.json, &self.html)
+            && json == html
+        {
+            return Err(Error::input(format!(
+                "--json {json} and --html {html}: expected two targets, give one of them another"
+            )));
+        }
+        [&self.json, &self.html].into_iter().flatten().try_for_each(|target| check_writable(target))
     }
 
     /// The first `--runs` prompts of each class.

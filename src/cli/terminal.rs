@@ -17,14 +17,19 @@ pub fn write_json(target: &str, value: &Value) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value)
         .map_err(|e| Error::runtime(format!("cannot write JSON: {e}")))?;
     text.push('\n');
+    write_text(target, &text)
+}
+
+/// Writes text to `target`: a file, or stdout if it is `-`.
+pub fn write_text(target: &str, text: &str) -> Result<()> {
     if target == "-" {
-        return print(&text);
+        return print(text);
     }
     std::fs::write(target, text)
         .map_err(|e| Error::runtime(format!("{target}: cannot write: {e}; check the path")))
 }
 
-/// Whether [`write_json`] will be able to write to `target`; makes the file if it is not there.
+/// Whether [`write_text`] will be able to write to `target`; makes the file if it is not there.
 pub fn check_writable(target: &str) -> Result<()> {
     if target == "-" {
         return Ok(());
@@ -32,7 +37,7 @@ pub fn check_writable(target: &str) -> Result<()> {
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(target);
     opened
         .map(drop)
-        .map_err(|e| Error::input(format!("{target}: cannot write: {e}; check the path of --json")))
+        .map_err(|e| Error::input(format!("{target}: cannot write: {e}; check the path")))
 }
 
 /// Dim text for a terminal; plain where colour is not wanted (NO_COLOR, TERM=dumb, a pipe).
