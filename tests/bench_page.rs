@@ -91,8 +91,8 @@ fn what_a_report_says_is_text_and_never_markup() {
     for markup in ["<img", "<b>", "<!--", "</script><", "onerror=alert(1)>"] {
         assert!(!page.contains(markup), "{markup} in {page}");
     }
-    // Class: verdict, divergence, legend, table; it is cut in the plot.
-    assert_eq!(page.matches("&lt;img src=x onerror=alert(1)&gt;").count(), 9, "{page}");
+    // Class: verdict, few pairs, divergence, legend, table; it is cut in the plot.
+    assert_eq!(page.matches("&lt;img src=x onerror=alert(1)&gt;").count(), 10, "{page}");
     assert!(page.contains("A &amp; B") && page.contains("&lt;/script&gt;&lt;b&gt;"));
 }
 
@@ -140,6 +140,7 @@ fn what_must_not_be_overlooked_is_loud() {
     assert!(page.contains("SIMULATED") && page.contains("to give 2.5 tokens a step"));
     assert!(page.contains("switched off:</strong> no guess was right"));
     assert!(page.contains("The text DIFFERS"), "{page}");
+    assert!(page.contains("Few pairs:</strong> code, &lt;img"), "{page}");
     assert!(
         page.contains("prompt code-1, at output token 12: plain gave token 5, speculation the end")
     );

@@ -4,8 +4,8 @@
 use serde_json::Value;
 
 use super::plots::plots;
-use super::table::{factors, interval, number, word};
-use super::verdict::{Verdict, classes};
+use super::table::{factors, interval, number, plain, word};
+use super::verdict::{ENOUGH, Verdict, classes, too_few};
 
 /// Nothing that a report says can fetch or run anything: a class or a prompt is named by whoever
 /// wrote the prompt file, and pages are passed on.
@@ -94,16 +94,6 @@ fn heading(report: &Value) -> String {
     format!("<dl>\n{}</dl>\n", facts.concat())
 }
 
-/// A value of any kind in words.
-fn plain(value: &Value) -> String {
-    match value {
-        Value::Null => "none".into(),
-        Value::Bool(yes) => if *yes { "yes" } else { "no" }.into(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
-}
-
 /// Whether speculation pays here, and whatever a reader must know before believing a figure.
 fn verdict(report: &Value) -> String {
     let summary = &report["summary"];
@@ -146,6 +136,15 @@ fn verdict(report: &Value) -> String {
         interval(&summary["speedup"], 2)
     );
     text += &aside(if faster.is_empty() { "" } else { "good" }, &words);
+    let few = too_few(classes(summary).map(|(class, row)| (class, &row["speculative"]["runs"])));
+    if !few.is_empty() {
+        let words = format!(
+            "<strong>Few pairs:</strong> {}. Below {ENOUGH} pairs an interval is narrower than 95 % \
+             and a verdict may be chance; measure with a larger --runs or more --prompts.",
+            escape(&few.join(", "))
+        );
+        text += &aside("warn", &words);
+    }
     if let Some(reason) = report["drafter_switched_off"].as_str() {
         let words = format!("<strong>The drafter was switched off:</strong> {}", escape(reason));
         text += &aside("warn", &words);
@@ -196,7 +195,7 @@ fn figures(report: &Value) -> String {
                 "class",
                 "runs",
                 "tokens",
-                "tok/s [95 %]",
+                "tok/s [95&nbsp;%]",
                 "steps/s × tok/step",
                 "TTFT ms",
                 "step ms p50",
@@ -222,13 +221,13 @@ fn figures(report: &Value) -> String {
             &[
                 "class",
                 "pairs",
-                "plain tok/s [95 %]",
-                "spec tok/s [95 %]",
-                "speed-up [95 %]",
+                "plain tok/s [95&nbsp;%]",
+                "spec tok/s [95&nbsp;%]",
+                "speed-up [95&nbsp;%]",
                 "steps/s × tok/step",
                 "plain step ms",
                 "verify + draft ms",
-                "accepted at 1, 2, …",
+                "accepted at 1,&nbsp;2,&nbsp;…",
             ],
             rows.iter().map(|(name, row)| {
                 let (plain, spec) = (&row["baseline"], &row["speculative"]);
@@ -258,7 +257,8 @@ fn figures(report: &Value) -> String {
             let guesses = number(&line["draft_tokens"], 0);
             vec![guesses, interval(&line["speedup"], 2), factors(spec), costs(spec)]
         });
-        let columns = ["guesses", "speed-up [95 %]", "steps/s × tok/step", "verify + draft ms"];
+        let columns =
+            ["guesses", "speed-up [95&nbsp;%]", "steps/s × tok/step", "verify + draft ms"];
         text += &table("", &columns, rows);
     }
     text

@@ -194,6 +194,16 @@ pub(super) fn word(value: &Value) -> &str {
     value.as_str().unwrap_or("-")
 }
 
+/// A value of any kind in words.
+pub(super) fn plain(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        Value::Bool(yes) => if *yes { "yes" } else { "no" }.into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;

@@ -29,6 +29,16 @@ impl<'a> Verdict<'a> {
     }
 }
 
+/// Values below which no interval can be a 95 % one: all of six lie on one side of the true median
+/// with probability 2 x 0.5^6 = 3 %, all of five with 6 %.
+pub(super) const ENOUGH: u64 = 6;
+
+/// Names that have fewer values than an interval needs.
+pub(super) fn too_few<'a>(counts: impl IntoIterator<Item = (&'a str, &'a Value)>) -> Vec<&'a str> {
+    let few = |count: &Value| count.as_u64().is_some_and(|count| count < ENOUGH);
+    counts.into_iter().filter(|(_, count)| few(count)).map(|(name, _)| name).collect()
+}
+
 /// Classes of a summary with what was measured in each, in the report's order.
 pub(super) fn classes(summary: &Value) -> impl Iterator<Item = (&str, &Value)> {
     let by_class = summary["by_class"].as_object();
@@ -50,5 +60,11 @@ mod tests {
         assert_eq!(verdict.faster, ["faster"]);
         assert_eq!(verdict.slower, ["slower"]);
         assert_eq!(verdict.unclear, ["from 1", "to 1", "none"]);
+    }
+
+    #[test]
+    fn five_values_are_too_few_and_none_is_another_matter() {
+        let counts = [json!(5), json!(6), Value::Null];
+        assert_eq!(too_few(["five", "six", "none"].into_iter().zip(&counts)), ["five"]);
     }
 }
