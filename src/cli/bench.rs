@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use argh::FromArgs;
+use serde_json::Value;
 
 use super::model_options::{DraftOptions, ModelOptions};
 use super::progress::Progress;
@@ -19,6 +20,7 @@ use crate::error::{Error, Result};
     example = "{command_name}",
     example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json",
     example = "{command_name} --draft mtp --draft-tokens 3 --html report.html",
+    example = "{command_name} --diff before.json after.json",
     note = "Every prompt runs once plainly and once with speculation, one after the other; warm-up runs\nare not counted. tok/s is the tokens after the first over the time after the first.",
     error_code(3, "speculation changed the text, which it must not")
 )]
@@ -70,6 +72,14 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "file")]
     html: Option<String>,
 
+    /// measure nothing and compare two reports that --json wrote: --diff A.json B.json
+    #[argh(option, arg_name = "file")]
+    diff: Option<String>,
+
+    /// with --diff: the second report
+    #[argh(positional, arg_name = "file")]
+    second: Option<String>,
+
     /// checkpoint directory, or demo, the model in this binary (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
@@ -101,6 +111,20 @@ pub struct BenchCommand {
 
 impl BenchCommand {
     pub fn run(self) -> Result<ExitCode> {
+        match (&self.diff, &self.second) {
+            (Some(first), Some(second)) => return self.compare(first, second),
+            (Some(first), None) => {
+                return Err(Error::input(format!(
+                    "--diff {first}: expected a second report, as in --diff {first} B.json"
+                )));
+            }
+            (None, Some(second)) => {
+                return Err(Error::input(format!(
+                    "{second}: unexpected argument; a file without an option is the second of --diff"
+                )));
+            }
+            (None, None) => {}
+        }
         if self.max_tokens < 2 {
             return Err(Error::input(format!(
                 "--max-tokens {}: expected at least 2, a rate needs a second token",
@@ -167,6 +191,25 @@ impl BenchCommand {
         Ok(ExitCode::from(if measured.first_divergence.is_some() { 3 } else { 0 }))
     }
 
+    /// `--diff`: the second report against the first.
+    fn compare(&self, first: &str, second: &str) -> Result<ExitCode> {
+        if let Some(target) = &self.html {
+            return Err(Error::input(format!(
+                "--html {target}: a comparison has no page; use --json, or leave --html out"
+            )));
+        }
+        let (a, b) = (read_report(first)?, read_report(second)?);
+        let comparison = bench::diff((first, &a), (second, &b))?;
+        if let Some(target) = &self.json {
+            check_writable(target)?;
+            write_json(target, &comparison)?;
+        }
+        if self.json.as_deref() != Some("-") {
+            print(&bench::diff_table(&comparison))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
     /// A bad path should fail now, not after the measurement.
     fn check_targets(&self) -> Result<()> {
         if let (Some(json), Some(html)) = (&self.json, &self.html)
@@ -213,4 +256,14 @@ impl BenchCommand {
         }
         Ok(kept)
     }
+}
+
+fn read_report(file: &str) -> Result<Value> {
+    let bytes = std::fs::read(file)
+        .map_err(|e| Error::input(format!("{file}: cannot read: {e}; check --diff")))?;
+    serde_json::from_slice(&bytes).map_err(|e| {
+        Error::input(format!(
+            "{file}: not a talon report: {e}; expected a file that talon bench --json wrote"
+        ))
+    })
 }
