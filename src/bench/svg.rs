@@ -267,21 +267,17 @@ mod tests {
         slots.column(0, "plain", 100.0);
         slots.point(0, "plain", &interval);
         slots.level(1.0);
-        for (svg, attributes) in [(bars, ["x", "y"]), (slots.finish(), ["x", "cy"])] {
-            let height: f64 = svg
-                .split("viewBox=\"0 0 460 ")
-                .nth(1)
-                .unwrap()
-                .split('"')
-                .next()
-                .unwrap()
-                .parse()
-                .unwrap();
-            for (attribute, limit) in attributes.into_iter().zip([WIDTH, height]) {
-                let pattern = format!(" {attribute}=\"");
-                for number in svg.split(pattern.as_str()).skip(1) {
-                    let number: f64 = number.split('"').next().unwrap().parse().unwrap();
-                    assert!((0.0..=limit).contains(&number), "{attribute} {number} in {svg}");
+        for svg in [bars, slots.finish()] {
+            let numbers = |before: &str| -> Vec<f64> {
+                let rest = svg.split(before).skip(1);
+                rest.map(|rest| rest.split('"').next().unwrap().parse().unwrap()).collect()
+            };
+            let height = numbers("viewBox=\"0 0 460 ")[0];
+            let limits =
+                [(" x=\"", WIDTH), (" cx=\"", WIDTH), (" y=\"", height), (" cy=\"", height)];
+            for (attribute, limit) in limits {
+                for number in numbers(attribute) {
+                    assert!((0.0..=limit).contains(&number), "{attribute}{number} in {svg}");
                 }
             }
         }
