@@ -133,6 +133,11 @@ fn prompts_of_ones_own_are_used_and_checked() {
         ("nonsense", &["prompts.jsonl", "line 1"][..]),
         ("{\"class\": \"a\\u001b[31m\", \"prompt\": \"x\"}", &["line 1", "class"]),
         ("{\"class\": \"a\", \"id\": \"here\", \"raw\": \"\"}", &["prompt here"]),
+        (
+            "{\"class\": \"a\", \"id\": \"x\", \"raw\": \"1\"}\n\
+             {\"class\": \"a\", \"id\": \"x\", \"raw\": \"2\"}",
+            &["line 2", "second prompt x"],
+        ),
     ] {
         std::fs::write(&file, line).unwrap();
         assert_one_line(&talon(&["bench", "--prompts", path]), words);

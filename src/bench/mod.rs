@@ -1,13 +1,22 @@
 //! The benchmark: prompts in classes, measured generations with and without speculation, statistics
 //! over them, and the report as a value that `cli` prints.
 
+mod diff;
+mod diff_table;
+mod html;
 mod measure;
+mod plots;
 mod report;
 mod simulate;
 mod statistics;
+mod svg;
 mod table;
+mod verdict;
 mod workload;
 
+pub use diff::diff;
+pub use diff_table::diff_table;
+pub use html::html;
 pub use measure::{Divergence, Measured, Mode, Plan, Run, measure, run_count};
 pub use report::{RunContext, Settings, report};
 pub use simulate::SimulatedDrafter;

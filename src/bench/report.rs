@@ -8,6 +8,9 @@ use super::statistics::{Interval, median_interval, percentile};
 use crate::engine::Engine;
 use crate::spec::{Policy, SpeculationStats};
 
+/// Version of the report's form: it goes up when a field changes its meaning or goes away.
+pub(super) const SCHEMA: u32 = 1;
+
 /// Settings that are not in the [`Plan`].
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -57,7 +60,7 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
         Policy::Fixed(_) => None,
     };
     json!({
-        "schema": 1,
+        "schema": SCHEMA,
         "talon": { "version": env!("CARGO_PKG_VERSION"), "commit": env!("TALON_COMMIT") },
         "box": fingerprint,
         "model": {

@@ -4,6 +4,8 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
+use super::verdict::{Verdict, classes};
+
 /// The table of a report.
 pub fn table(report: &Value) -> String {
     let model = &report["model"];
@@ -18,11 +20,7 @@ pub fn table(report: &Value) -> String {
         settings["draft"].as_str().unwrap_or("none"),
     );
     let summary = &report["summary"];
-    let mut rows: Vec<(&str, &Value)> = Vec::new();
-    if let Some(by_class) = summary["by_class"].as_object() {
-        rows.extend(by_class.iter().map(|(class, value)| (class.as_str(), value)));
-    }
-    rows.push(("all", summary));
+    let rows: Vec<(&str, &Value)> = classes(summary).chain([("all", summary)]).collect();
     let speculates = !summary["speculative"].is_null();
     // Writing to a String cannot fail.
     let _ = match speculates {
@@ -30,7 +28,7 @@ pub fn table(report: &Value) -> String {
         false => write_baseline(&mut text, &rows),
     };
     if speculates {
-        text += &verdict(report, &rows);
+        text += &verdict(report);
     } else {
         text +=
             "\nbaseline: one token a step, greedy; medians over runs, the first token excluded\n";
@@ -59,8 +57,8 @@ fn write_baseline(text: &mut String, rows: &[(&str, &Value)]) -> std::fmt::Resul
         writeln!(
             text,
             "{name:<10}{:>5}{:>8}  {:>22}  {:>18}  {:>8}  {:>15}",
-            row["runs"],
-            row["completion_tokens"],
+            number(&row["runs"], 0),
+            number(&row["completion_tokens"], 0),
             interval(&row["output_throughput"], 1),
             factors(row),
             number(&row["ttft_ms"]["median"], 1),
@@ -92,7 +90,7 @@ fn write_pairs(text: &mut String, rows: &[(&str, &Value)]) -> std::fmt::Result {
         writeln!(
             text,
             "{name:<8}{:>6}  {:>11}  {:>10}  {:>17}  {:>18}  {:>10}  {:>17}  {}",
-            spec["runs"],
+            number(&spec["runs"], 0),
             number(&plain["output_throughput"]["median"], 1),
             number(&spec["output_throughput"]["median"], 1),
             interval(&row["speedup"], 2),
@@ -116,7 +114,7 @@ fn write_sweep(text: &mut String, sweep: &[Value]) -> std::fmt::Result {
         writeln!(
             text,
             "{:<8}{:>17}  {:>18}  {:>17}",
-            line["draft_tokens"],
+            number(&line["draft_tokens"], 0),
             interval(&line["speedup"], 2),
             factors(spec),
             format!("{} + {}", number(&spec["verify_ms"], 2), number(&spec["draft_ms"], 2)),
@@ -126,7 +124,7 @@ fn write_sweep(text: &mut String, sweep: &[Value]) -> std::fmt::Result {
 }
 
 /// Whether the text was the same, and for which classes speculation pays.
-fn verdict(report: &Value, rows: &[(&str, &Value)]) -> String {
+fn verdict(report: &Value) -> String {
     let summary = &report["summary"];
     let mut text = String::from("\n");
     match summary["first_divergence"].is_null() {
@@ -147,24 +145,14 @@ fn verdict(report: &Value, rows: &[(&str, &Value)]) -> String {
             );
         }
     }
-    let ends = |row: &Value| {
-        let speedup = &row["speedup"];
-        Some((speedup["low"].as_f64()?, speedup["high"].as_f64()?))
-    };
-    let (mut faster, mut slower, mut same) = (Vec::new(), Vec::new(), Vec::new());
-    for (name, row) in rows.iter().filter(|(name, _)| *name != "all") {
-        match ends(row) {
-            Some((low, _)) if low > 1.0 => faster.push(*name),
-            Some((_, high)) if high < 1.0 => slower.push(*name),
-            _ => same.push(*name),
-        }
-    }
+    let speedups = classes(summary).map(|(class, row)| (class, &row["speedup"]));
+    let Verdict { faster, slower, unclear } = Verdict::of(speedups);
     let list = |names: &[&str]| if names.is_empty() { "-".to_owned() } else { names.join(", ") };
     text += &format!(
         "speculation: faster for {}; slower for {}; no clear difference for {}\n",
         list(&faster),
         list(&slower),
-        list(&same)
+        list(&unclear)
     );
     if let Some(reason) = report["drafter_switched_off"].as_str() {
         text += &format!("the drafter was switched off: {reason}\n");
@@ -179,11 +167,12 @@ fn verdict(report: &Value, rows: &[(&str, &Value)]) -> String {
 }
 
 /// Steps per second and tokens per step, whose product is the speed.
-fn factors(row: &Value) -> String {
+pub(super) fn factors(row: &Value) -> String {
     format!("{} x {}", number(&row["steps_per_second"], 1), number(&row["tokens_per_step"], 2))
 }
 
-fn interval(value: &Value, digits: usize) -> String {
+/// `median [low high]`, or a dash.
+pub(super) fn interval(value: &Value, digits: usize) -> String {
     match value.is_null() {
         true => "-".into(),
         false => format!(
@@ -195,10 +184,40 @@ fn interval(value: &Value, digits: usize) -> String {
     }
 }
 
-fn number(value: &Value, digits: usize) -> String {
+/// A number, or a dash where nothing was measured.
+pub(super) fn number(value: &Value, digits: usize) -> String {
     value.as_f64().map_or("-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
-fn word(value: &Value) -> &str {
+/// A text, or a dash.
+pub(super) fn word(value: &Value) -> &str {
     value.as_str().unwrap_or("-")
+}
+
+/// A value of any kind in words.
+pub(super) fn plain(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        Value::Bool(yes) => if *yes { "yes" } else { "no" }.into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn counts_stand_below_their_headings() {
+        let row = json!({ "runs": 8, "completion_tokens": 1024 });
+        let report = json!({ "summary": { "baseline": row } });
+        let text = table(&report);
+        let lines: Vec<&str> = text.lines().collect();
+        let end = |word: &str, line: &str| line.find(word).map(|at| at + word.len());
+        assert_eq!(end("runs", lines[2]), end(" 8", lines[3]), "{text}");
+        assert_eq!(end("tokens", lines[2]), end("1024", lines[3]), "{text}");
+    }
 }

@@ -98,6 +98,12 @@ pub fn read_prompts(file: &str, text: &str) -> Result<Vec<Prompt>> {
             let before = prompts.iter().filter(|other| other.class == prompt.class).count();
             prompt.id = format!("{}-{before}", prompt.class);
         }
+        if prompts.iter().any(|other| other.class == prompt.class && other.id == prompt.id) {
+            return Err(Error::input(format!(
+                "{file}: line {number}: a second prompt {} of class {}; runs are paired by it",
+                prompt.id, prompt.class
+            )));
+        }
         prompts.push(prompt);
     }
     if prompts.is_empty() {

@@ -3,10 +3,11 @@
 use std::process::ExitCode;
 
 use argh::FromArgs;
+use serde_json::Value;
 
 use super::model_options::{DraftOptions, ModelOptions};
 use super::progress::Progress;
-use super::terminal::{check_writable, print, write_json};
+use super::terminal::{check_writable, print, write_json, write_text};
 use crate::bench::{self, Plan, Prompt, RunContext, Settings};
 use crate::doctor;
 use crate::error::{Error, Result};
@@ -18,8 +19,9 @@ use crate::error::{Error, Result};
     name = "bench",
     example = "{command_name}",
     example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --json report.json",
-    example = "{command_name} --draft mtp --draft-tokens 3 --sweep",
+    example = "{command_name} --draft mtp --draft-tokens 3 --sweep --html report.html",
     example = "{command_name} --model synthetic:glm-5.2 --layers 4 --simulate-acceptance 2.6",
+    example = "{command_name} --diff before.json after.json",
     note = "Every prompt runs once plainly and once with speculation, one after the other; warm-up runs\nare not counted. tok/s is the tokens after the first over the time after the first.",
     error_code(3, "speculation changed the text, which it must not")
 )]
@@ -66,6 +68,19 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "file")]
     json: Option<String>,
 
+    /// write the report as one page with plots, which needs no network (- is stdout, instead of the
+    /// table)
+    #[argh(option, arg_name = "file")]
+    html: Option<String>,
+
+    /// measure nothing and compare two reports that --json wrote: --diff A.json B.json
+    #[argh(option, arg_name = "file")]
+    diff: Option<String>,
+
+    /// with --diff: the second report
+    #[argh(positional, arg_name = "file")]
+    second: Option<String>,
+
     /// checkpoint directory; demo, the model in this binary; or synthetic:glm-5.2, true shapes with
     /// random weights (default: demo)
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
@@ -102,6 +117,20 @@ pub struct BenchCommand {
 
 impl BenchCommand {
     pub fn run(self) -> Result<ExitCode> {
+        match (&self.diff, &self.second) {
+            (Some(first), Some(second)) => return self.compare(first, second),
+            (Some(first), None) => {
+                return Err(Error::input(format!(
+                    "--diff {first}: expected a second report, as in --diff {first} B.json"
+                )));
+            }
+            (None, Some(second)) => {
+                return Err(Error::input(format!(
+                    "{second}: unexpected argument; a file without an option is the second of --diff"
+                )));
+            }
+            (None, None) => {}
+        }
         if self.max_tokens < 2 {
             return Err(Error::input(format!(
                 "--max-tokens {}: expected at least 2, a rate needs a second token",
@@ -121,10 +150,7 @@ impl BenchCommand {
                 "--simulate-acceptance: expected 1 to 8 tokens a step, the target's own included",
             ));
         }
-        // A bad path should fail now, not after the measurement.
-        if let Some(target) = &self.json {
-            check_writable(target)?;
-        }
+        self.check_targets()?;
         let model = ModelOptions {
             model: &self.model,
             layers: self.layers,
@@ -163,10 +189,45 @@ impl BenchCommand {
         if let Some(target) = &self.json {
             write_json(target, &report)?;
         }
-        if self.json.as_deref() != Some("-") {
+        if let Some(target) = &self.html {
+            write_text(target, &bench::html(&report))?;
+        }
+        let stdout_taken = [&self.json, &self.html].map(|target| target.as_deref() == Some("-"));
+        if !stdout_taken.contains(&true) {
             print(&bench::table(&report))?;
         }
         Ok(ExitCode::from(if measured.first_divergence.is_some() { 3 } else { 0 }))
+    }
+
+    /// `--diff`: the second report against the first.
+    fn compare(&self, first: &str, second: &str) -> Result<ExitCode> {
+        if let Some(target) = &self.html {
+            return Err(Error::input(format!(
+                "--html {target}: a comparison has no page; use --json, or leave --html out"
+            )));
+        }
+        let (a, b) = (read_report(first)?, read_report(second)?);
+        let comparison = bench::diff((first, &a), (second, &b))?;
+        if let Some(target) = &self.json {
+            check_writable(target)?;
+            write_json(target, &comparison)?;
+        }
+        if self.json.as_deref() != Some("-") {
+            print(&bench::diff_table(&comparison))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// A bad path should fail now, not after the measurement.
+    fn check_targets(&self) -> Result<()> {
+        if let (Some(json), Some(html)) = (&self.json, &self.html)
+            && json == html
+        {
+            return Err(Error::input(format!(
+                "--json {json} and --html {html}: expected two targets, give one of them another"
+            )));
+        }
+        [&self.json, &self.html].into_iter().flatten().try_for_each(|target| check_writable(target))
     }
 
     /// The first `--runs` prompts of each class.
@@ -203,4 +264,14 @@ impl BenchCommand {
         }
         Ok(kept)
     }
+}
+
+fn read_report(file: &str) -> Result<Value> {
+    let bytes = std::fs::read(file)
+        .map_err(|e| Error::input(format!("{file}: cannot read: {e}; check --diff")))?;
+    serde_json::from_slice(&bytes).map_err(|e| {
+        Error::input(format!(
+            "{file}: not a talon report: {e}; expected a file that talon bench --json wrote"
+        ))
+    })
 }

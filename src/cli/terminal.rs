@@ -23,8 +23,13 @@ pub fn write_json(target: &str, value: &Value) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value)
         .map_err(|e| Error::runtime(format!("cannot write JSON: {e}")))?;
     text.push('\n');
+    write_text(target, &text)
+}
+
+/// Writes text to `target`: a file, or stdout if it is `-`.
+pub fn write_text(target: &str, text: &str) -> Result<()> {
     if target == "-" {
-        return print(&text);
+        return print(text);
     }
     std::fs::write(target, text)
         .map_err(|e| Error::runtime(format!("{target}: cannot write: {e}; check the path")))
