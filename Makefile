@@ -36,7 +36,7 @@ lint: toolchain ## format and lints, as CI checks them
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 
 soak: toolchain nextest ## property tests with a hundred times the cases, lossless tests at full length
-	PROPTEST_CASES=25600 TALON_SOAK=10 $(CARGO) nextest run --locked --no-fail-fast -E 'binary(hostile_input) + binary(text) + binary(row_invariance) + binary(lossless) + binary(adversarial_drafters) + binary(chain_ends) + binary(sampling_law)'
+	PROPTEST_CASES=25600 TALON_SOAK=14 $(CARGO) nextest run --locked --no-fail-fast -E 'binary(hostile_input) + binary(text) + binary(row_invariance) + binary(lossless) + binary(adversarial_drafters) + binary(chain_ends) + binary(sampling_law)'
 
 deny: toolchain ## licences and sources of the dependencies (installs cargo-deny)
 	@command -v cargo-deny >/dev/null || $(CARGO) install --locked cargo-deny

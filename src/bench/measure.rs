@@ -5,15 +5,13 @@
 //! that a long prompt does not look like a slow model. Both runs of a pair have the same prompt and
 //! follow each other at once; which comes first alternates, so that a drift of the box cancels out.
 
-use std::time::Duration;
-
 use serde_json::json;
 
 use super::simulate::SimulatedDrafter;
 use super::workload::{Prompt, PromptText};
-use crate::engine::{Engine, Flow, Generation, Request, Round, Sampling};
+use crate::engine::{Engine, Flow, Generation, Request, Sampling};
 use crate::error::{Error, Result};
-use crate::spec::{ModelDrafter, Policy, SpeculationStats};
+use crate::spec::{ModelDrafter, Policy};
 use crate::text::TemplateOptions;
 
 /// What to measure.
@@ -61,12 +59,8 @@ pub struct Run {
     pub prompt_id: String,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-    /// What was generated.
-    pub tokens: Vec<u32>,
-    /// Time to first token.
-    pub time_to_first_token: Duration,
-    /// The rounds after the first token.
-    pub rounds: Vec<Round>,
+    /// What was generated, and when.
+    pub generation: Generation,
 }
 
 /// Everything that was measured.
@@ -107,32 +101,14 @@ impl Run {
             class: prompt.class.clone(),
             prompt_id: prompt.id.clone(),
             prompt_tokens,
-            tokens: generation.tokens,
-            time_to_first_token: generation.time_to_first_token,
-            rounds: generation.rounds,
+            generation,
         }
-    }
-
-    /// Time from the first token to the last.
-    pub fn decode_time(&self) -> Duration {
-        self.rounds.iter().map(|round| round.draft + round.verify).sum()
     }
 
     /// Decode tokens per second; `None` if there was one token only.
     pub fn output_throughput(&self) -> Option<f64> {
-        let decoded = self.tokens.len().checked_sub(1).filter(|tokens| *tokens > 0)?;
-        Some(decoded as f64 / self.decode_time().as_secs_f64())
-    }
-
-    /// What speculation did.
-    pub fn stats(&self) -> SpeculationStats {
-        let mut stats = SpeculationStats::default();
-        for round in &self.rounds {
-            stats.add_round(round.drafted, round.accepted, round.tokens);
-            stats.draft_time += round.draft;
-            stats.verify_time += round.verify;
-        }
-        stats
+        let decoded = self.generation.tokens.len().checked_sub(1).filter(|tokens| *tokens > 0)?;
+        Some(decoded as f64 / self.generation.decode_time().as_secs_f64())
     }
 }
 
@@ -189,7 +165,7 @@ pub fn measure(engine: &mut Engine, plan: &Plan, mut done: impl FnMut()) -> Resu
                         Ok(Flow::Continue)
                     })?,
                 (Mode::Speculative, Some(acceptance)) => {
-                    let baseline = pair.first().map_or(&[][..], |run: &Run| &run.tokens);
+                    let baseline = pair.first().map_or(&[][..], |run: &Run| &run.generation.tokens);
                     let mut drafter =
                         SimulatedDrafter::new(engine, ids.len(), baseline, acceptance);
                     let mut policy = engine.policy().clone();
@@ -250,11 +226,11 @@ fn divergence(engine: &mut Engine, prompt: &[u32], pair: &[Run]) -> Result<Optio
     let (Some(baseline), Some(speculative)) = (of(Mode::Baseline), of(Mode::Speculative)) else {
         return Ok(None);
     };
-    let Some(index) = first_difference(&baseline.tokens, &speculative.tokens) else {
+    let (plain, guessed) = (&baseline.generation.tokens, &speculative.generation.tokens);
+    let Some(index) = first_difference(plain, guessed) else {
         return Ok(None);
     };
-    let (ours, theirs) =
-        (baseline.tokens.get(index).copied(), speculative.tokens.get(index).copied());
+    let (ours, theirs) = (plain.get(index).copied(), guessed.get(index).copied());
     let mut logit_gap = None;
     if let (Some(ours), Some(theirs)) = (ours, theirs) {
         let request = Request {

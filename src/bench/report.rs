@@ -129,17 +129,18 @@ fn speedups(baseline: &[&Run], speculative: &[&Run]) -> Vec<f64> {
 fn summary(runs: &[&Run]) -> Value {
     let throughput: Vec<f64> = runs.iter().filter_map(|run| run.output_throughput()).collect();
     let first_token: Vec<f64> =
-        runs.iter().map(|run| run.time_to_first_token.as_secs_f64() * 1e3).collect();
+        runs.iter().map(|run| run.generation.time_to_first_token.as_secs_f64() * 1e3).collect();
     let rounds: Vec<f64> = runs
         .iter()
-        .flat_map(|run| &run.rounds)
+        .flat_map(|run| &run.generation.rounds)
         .map(|round| (round.draft + round.verify).as_secs_f64() * 1e3)
         .collect();
     let stats = stats_of(runs);
-    let decode_seconds: f64 = runs.iter().map(|run| run.decode_time().as_secs_f64()).sum();
+    let decode_seconds: f64 =
+        runs.iter().map(|run| run.generation.decode_time().as_secs_f64()).sum();
     json!({
         "runs": runs.len(),
-        "completion_tokens": runs.iter().map(|run| run.tokens.len()).sum::<usize>(),
+        "completion_tokens": runs.iter().map(|run| run.generation.tokens.len()).sum::<usize>(),
         "output_throughput": median_interval(&throughput).map(interval_json),
         "steps_per_second": (stats.rounds > 0).then(|| stats.rounds as f64 / decode_seconds),
         "tokens_per_step": stats.acceptance_length(),
@@ -150,7 +151,7 @@ fn summary(runs: &[&Run]) -> Value {
 
 fn stats_of(runs: &[&Run]) -> SpeculationStats {
     let mut stats = SpeculationStats::default();
-    runs.iter().for_each(|run| stats.merge(&run.stats()));
+    runs.iter().for_each(|run| stats.merge(&run.generation.stats()));
     stats
 }
 
@@ -158,7 +159,7 @@ fn stats_of(runs: &[&Run]) -> SpeculationStats {
 fn step_ms_by_rows(measured: &Measured) -> Vec<Value> {
     let swept = measured.sweep.iter().flat_map(|(_, runs)| runs);
     let mut by_rows: std::collections::BTreeMap<usize, Vec<f64>> = Default::default();
-    for round in measured.runs.iter().chain(swept).flat_map(|run| &run.rounds) {
+    for round in measured.runs.iter().chain(swept).flat_map(|run| &run.generation.rounds) {
         let milliseconds = round.verify.as_secs_f64() * 1e3;
         by_rows.entry(round.drafted + 1).or_default().push(milliseconds);
     }
@@ -213,18 +214,18 @@ fn divergence_json(divergence: &Divergence) -> Value {
 }
 
 fn run_json(run: &Run) -> Value {
-    let seconds = (run.time_to_first_token + run.decode_time()).as_secs_f64();
-    let stats = run.stats();
+    let seconds = (run.generation.time_to_first_token + run.generation.decode_time()).as_secs_f64();
+    let stats = run.generation.stats();
     let mut value = json!({
         "mode": run.mode.word(),
         "class": run.class,
         "prompt_id": run.prompt_id,
         "prompt_tokens": run.prompt_tokens,
-        "completion_tokens": run.tokens.len(),
+        "completion_tokens": run.generation.tokens.len(),
         "seconds": seconds,
-        "steps": run.rounds.len(),
+        "steps": run.generation.rounds.len(),
         "output_throughput": run.output_throughput(),
-        "ttft_ms": run.time_to_first_token.as_secs_f64() * 1e3,
+        "ttft_ms": run.generation.time_to_first_token.as_secs_f64() * 1e3,
         "tpot_ms": run.output_throughput().map(|rate| 1e3 / rate),
     });
     if run.mode == Mode::Speculative {
