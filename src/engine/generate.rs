@@ -247,7 +247,8 @@ pub fn generate_on(
         // A round that the end cut short says nothing about the guesses behind.
         if run.ended.is_none() {
             let Round { drafted, accepted, .. } = round;
-            policy.observe(RoundCost { drafted, accepted, verify, draft });
+            let follows_draft = rounds.last().is_some_and(|last: &Round| last.drafted > 0);
+            policy.observe(RoundCost { drafted, accepted, verify, draft, follows_draft });
         }
         rounds.push(round);
     }

@@ -26,15 +26,16 @@ pub struct RoundCost {
     pub verify: Duration,
     /// Time of the draft.
     pub draft: Duration,
+    /// The round before also guessed, so that the draft had only its own rows to run. A first draft
+    /// runs the prompt's rows too, which tells nothing of later ones.
+    pub follows_draft: bool,
 }
 
 /// Longest chain that a policy asks for.
 pub const MAX_GUESSES: usize = 7;
 /// Rounds after which an observation has lost half its weight.
 const HALF_LIFE_ROUNDS: f64 = 24.0;
-/// Weight of the first guess about acceptance: it is forgotten after a few rounds.
-const PRIOR_ROUNDS: f64 = 1.0;
-/// A drafter starts with the benefit of the doubt.
+/// A drafter starts with the benefit of the doubt, for one round.
 const PRIOR_ACCEPTANCE: f64 = 0.7;
 /// Speculation must promise at least this gain, so that noise does not switch it on.
 const WORTHWHILE: f64 = 1.02;
@@ -73,8 +74,8 @@ impl Default for AdaptivePolicy {
         Self {
             verify_ms: [None; MAX_GUESSES + 1],
             draft_ms: [None; MAX_GUESSES],
-            tried: [PRIOR_ROUNDS; MAX_GUESSES],
-            right: [PRIOR_ROUNDS * PRIOR_ACCEPTANCE; MAX_GUESSES],
+            tried: [0.0; MAX_GUESSES],
+            right: [0.0; MAX_GUESSES],
             loss_ms: 0.0,
             plain_ms: 0.0,
             plain_rounds: 0,
@@ -130,10 +131,13 @@ impl AdaptivePolicy {
 
     /// Expected tokens of a round with `guesses` guesses.
     fn expected_tokens(&self, guesses: usize) -> f64 {
-        let mut survival = 1.0;
-        let mut tokens = 1.0;
+        let (mut survival, mut tokens) = (1.0, 1.0);
+        // Where little was seen lately, a guess is taken to be as good as the one before it, so that
+        // longer chains are tried again when the text becomes easy.
+        let mut rate = PRIOR_ACCEPTANCE;
         for position in 0..guesses {
-            survival *= self.right[position] / self.tried[position];
+            rate = (self.right[position] + rate) / (self.tried[position] + 1.0);
+            survival *= rate;
             tokens += survival;
         }
         tokens
@@ -172,7 +176,7 @@ impl AdaptivePolicy {
     }
 
     fn observe(&mut self, cost: RoundCost) {
-        let RoundCost { drafted, accepted, verify, draft } = cost;
+        let RoundCost { drafted, accepted, verify, draft, follows_draft } = cost;
         let verify = verify.as_secs_f64() * 1e3;
         let draft = draft.as_secs_f64() * 1e3;
         if drafted > MAX_GUESSES {
@@ -185,18 +189,19 @@ impl AdaptivePolicy {
             self.plain_rounds += 1;
             return;
         }
-        // A first draft after a long pause also catches up; that is a cost of probing, not of k.
-        if self.plain_rounds < FIRST_PROBE {
+        if follows_draft {
             blend(&mut self.draft_ms[drafted - 1], draft);
         }
         // Old gains do not pay for long losses.
         let loss = verify + draft - plain * (accepted + 1) as f64;
         self.loss_ms = (self.loss_ms + loss).max(-4.0 * plain);
         let decay = 0.5f64.powf(1.0 / HALF_LIFE_ROUNDS);
-        for position in 0..drafted.min(accepted + 1) {
-            let right = if position < accepted { 1.0 } else { 0.0 };
-            self.tried[position] = self.tried[position] * decay + 1.0;
-            self.right[position] = self.right[position] * decay + right;
+        for position in 0..MAX_GUESSES {
+            // A guess behind the first wrong one was not judged.
+            let judged = position < drafted.min(accepted + 1);
+            let right = judged && position < accepted;
+            self.tried[position] = self.tried[position] * decay + f64::from(u8::from(judged));
+            self.right[position] = self.right[position] * decay + f64::from(u8::from(right));
         }
         let pays = loss < 0.0;
         if self.plain_rounds >= self.probe_interval {
@@ -237,7 +242,9 @@ fn interpolate(known: &[Option<f64>], index: usize) -> Option<f64> {
         }
         (None, above) => return above.map(|(_, value)| value),
     };
-    Some(y0 + (y1 - y0) * (index as f64 - x0) / (x1 - x0))
+    let value = y0 + (y1 - y0) * (index as f64 - x0) / (x1 - x0);
+    // Noise may make the line fall; more rows never cost less.
+    Some(if index as f64 > x1 { value.max(y1) } else { value })
 }
 
 #[cfg(test)]
@@ -258,6 +265,7 @@ mod tests {
             (state >> 11) as f64 / (1u64 << 53) as f64
         };
         let (mut tokens, mut time) = (0.0, 0.0);
+        let mut follows_draft = false;
         for _ in 0..rounds {
             let drafted = policy.choose();
             let accepted = (0..drafted).take_while(|_| uniform() < acceptance).count();
@@ -268,7 +276,9 @@ mod tests {
                 accepted,
                 verify: duration(verify),
                 draft: duration(draft),
+                follows_draft,
             });
+            follows_draft = drafted > 0;
             tokens += (accepted + 1) as f64;
             time += verify + draft;
         }
@@ -330,5 +340,6 @@ mod tests {
         assert_eq!(interpolate(&known, 4), Some(18.0));
         assert_eq!(interpolate(&[Some(3.0), None, None], 2), Some(9.0));
         assert_eq!(interpolate(&[None, None], 0), None);
+        assert_eq!(interpolate(&[Some(9.0), Some(3.0), None], 2), Some(3.0));
     }
 }
