@@ -41,8 +41,8 @@ const PRIOR_ACCEPTANCE: f64 = 0.7;
 const WORTHWHILE: f64 = 1.02;
 /// Share of the decode time that probing and misjudged rounds may cost.
 const LOSS_BUDGET: f64 = 0.01;
-/// Plain steps that the first probes may cost, before there is a decode time to take a share of.
-const FIRST_LOSS_STEPS: f64 = 4.0;
+/// Plain steps that may be lost at once, having been earned before: enough to learn from.
+const LOSS_CREDIT_STEPS: f64 = 4.0;
 /// Plain rounds between probes at first; doubled after each that does not pay.
 const FIRST_PROBE: usize = 16;
 const LAST_PROBE: usize = 512;
@@ -59,9 +59,9 @@ pub struct AdaptivePolicy {
     /// Weighted rounds in which a guess at this position was tried, and was right.
     tried: [f64; MAX_GUESSES],
     right: [f64; MAX_GUESSES],
-    /// Milliseconds that rounds took beyond what plain steps would have, and plain milliseconds.
+    /// Milliseconds that rounds took beyond what plain steps would have, less what may be lost:
+    /// guessing stops while it is above 0.
     loss_ms: f64,
-    plain_ms: f64,
     plain_rounds: usize,
     probe_interval: usize,
     guesses: usize,
@@ -77,7 +77,6 @@ impl Default for AdaptivePolicy {
             tried: [0.0; MAX_GUESSES],
             right: [0.0; MAX_GUESSES],
             loss_ms: 0.0,
-            plain_ms: 0.0,
             plain_rounds: 0,
             probe_interval: FIRST_PROBE,
             guesses: 0,
@@ -155,13 +154,8 @@ impl AdaptivePolicy {
         gains.max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    fn may_lose(&self) -> bool {
-        let step = self.verify_ms[0].unwrap_or(0.0);
-        self.loss_ms <= LOSS_BUDGET * self.plain_ms + FIRST_LOSS_STEPS * step
-    }
-
     fn choose(&self) -> usize {
-        if self.switched_off.is_some() || self.verify_ms[0].is_none() || !self.may_lose() {
+        if self.switched_off.is_some() || self.verify_ms[0].is_none() || self.loss_ms > 0.0 {
             return 0;
         }
         let probes_next = self.plain_rounds >= self.probe_interval;
@@ -183,8 +177,11 @@ impl AdaptivePolicy {
             return;
         }
         blend(&mut self.verify_ms[drafted], verify);
-        let plain = self.verify_ms[0].unwrap_or(verify);
-        self.plain_ms += plain * (accepted + 1) as f64;
+        let plain = self.verify_ms[0].unwrap_or(verify) * (accepted + 1) as f64;
+        let step = plain / (accepted + 1) as f64;
+        // Credit is bounded, so old gains do not pay for long losses.
+        let loss = if drafted == 0 { 0.0 } else { verify + draft - plain };
+        self.loss_ms = (self.loss_ms + loss - LOSS_BUDGET * plain).max(-LOSS_CREDIT_STEPS * step);
         if drafted == 0 {
             self.plain_rounds += 1;
             return;
@@ -192,9 +189,6 @@ impl AdaptivePolicy {
         if follows_draft {
             blend(&mut self.draft_ms[drafted - 1], draft);
         }
-        // Old gains do not pay for long losses.
-        let loss = verify + draft - plain * (accepted + 1) as f64;
-        self.loss_ms = (self.loss_ms + loss).max(-4.0 * plain);
         let decay = 0.5f64.powf(1.0 / HALF_LIFE_ROUNDS);
         for position in 0..MAX_GUESSES {
             // A guess behind the first wrong one was not judged.
