@@ -69,7 +69,12 @@ impl VerifyCommand {
         let source = Source::from_name(&self.model, None)?;
         let mut problems = Vec::new();
         let mut report = match Opened::new(source.clone(), self.ignore_index) {
-            Ok(opened) => self.audit(&opened, &mut problems)?,
+            Ok(opened) => {
+                let report = self.audit(&opened, &mut problems)?;
+                // The process ends soon; freeing hundreds of thousands of names would only delay it.
+                std::mem::forget(opened);
+                report
+            }
             // Hashes tell which file is damaged, and a program that asked for JSON gets JSON.
             Err(error) if self.check_hashes.is_some() || self.json.is_some() => {
                 problems.push(unusable(&source, &error));
