@@ -188,7 +188,7 @@ pub fn generate_on(
         };
         results = backend.step(step_of(sequence, cached, chunk, wanted))?;
         cached += chunk.len();
-        if policy.is_active() && cached < request.prompt.len() {
+        if policy.is_active() {
             let history = History { sequence, tokens: request.prompt, cached };
             proposer.follow(backend, history)?;
         }

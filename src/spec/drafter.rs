@@ -46,6 +46,10 @@ pub trait Proposer {
     }
 }
 
+/// Positions that a drafter reads again after a rest: a few are nearly as good as all of them for
+/// the guess that tells whether speculation pays now, and cost little when it does not.
+const RESTART_POSITIONS: usize = 32;
+
 /// The drafter of the backend: an EAGLE-3 head or the MTP layer.
 #[derive(Debug, Default)]
 pub struct ModelDrafter {
@@ -55,17 +59,19 @@ pub struct ModelDrafter {
 }
 
 impl ModelDrafter {
-    /// Runs the rows that the target has confirmed and drafts `count` tokens.
+    /// Runs the rows that the target has confirmed, of the last `positions` at most, and drafts
+    /// `count` tokens.
     fn catch_up(
         &mut self,
         backend: &mut dyn Backend,
         history: History,
+        positions: usize,
         count: usize,
     ) -> Result<Vec<Guess>> {
         // Row t needs the feature of position t and the token after it.
         let end = history.cached.min(history.tokens.len().saturating_sub(1));
-        // What is older than the backend keeps is left out; the cache then begins anew.
-        let oldest = history.cached.saturating_sub(backend.feature_positions());
+        // What is older is left out; the cache then begins anew.
+        let oldest = history.cached.saturating_sub(positions.min(backend.feature_positions()));
         if self.next < oldest {
             (self.first, self.next) = (oldest, oldest);
         }
@@ -96,11 +102,11 @@ impl Proposer for ModelDrafter {
         history: History,
         count: usize,
     ) -> Result<Vec<Guess>> {
-        self.catch_up(backend, history, count)
+        self.catch_up(backend, history, RESTART_POSITIONS, count)
     }
 
     fn follow(&mut self, backend: &mut dyn Backend, history: History) -> Result<()> {
-        self.catch_up(backend, history, 0).map(drop)
+        self.catch_up(backend, history, usize::MAX, 0).map(drop)
     }
 }
 

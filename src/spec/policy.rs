@@ -26,8 +26,8 @@ pub struct RoundCost {
     pub verify: Duration,
     /// Time of the draft.
     pub draft: Duration,
-    /// The round before also guessed, so that the draft had only its own rows to run. A first draft
-    /// runs the prompt's rows too, which tells nothing of later ones.
+    /// The round before also guessed, so that the draft had only its own rows to run. After plain
+    /// rounds it runs theirs too, which tells nothing of later drafts.
     pub follows_draft: bool,
 }
 
@@ -38,32 +38,35 @@ const HALF_LIFE_ROUNDS: f64 = 24.0;
 /// A drafter starts with the benefit of the doubt, for one round.
 const PRIOR_ACCEPTANCE: f64 = 0.7;
 /// Speculation must promise at least this gain, so that noise does not switch it on.
-const WORTHWHILE: f64 = 1.02;
+const WORTHWHILE: f64 = 1.05;
+/// Plain rounds before the first guess, to know what a plain step costs.
+const FIRST_PLAIN_ROUNDS: usize = 8;
+/// Guessing rounds after which a plain one tells anew what a plain step costs.
+const GUESSING_ROUNDS: usize = 16;
 /// Share of the decode time that probing and misjudged rounds may cost.
-const LOSS_BUDGET: f64 = 0.01;
+const LOSS_BUDGET: f64 = 0.005;
 /// Plain steps that may be lost at once, having been earned before: enough to learn from.
 const LOSS_CREDIT_STEPS: f64 = 4.0;
-/// Plain rounds between probes at first; doubled after each that does not pay.
-const FIRST_PROBE: usize = 16;
-const LAST_PROBE: usize = 512;
 /// Guesses after which a drafter that was never right is switched off.
 const HOPELESS_GUESSES: usize = 200;
 
 /// Chooses k from measured costs and acceptance.
 #[derive(Debug, Clone)]
 pub struct AdaptivePolicy {
-    /// Milliseconds of a verify step by its rows, index 0 = 1 row; `None` until seen.
-    verify_ms: [Option<f64>; MAX_GUESSES + 1],
+    /// Milliseconds of a verify step by its rows, index 0 = 1 row.
+    verify_ms: [Typical; MAX_GUESSES + 1],
     /// Milliseconds of a draft by its guesses, index 0 = 1 guess.
-    draft_ms: [Option<f64>; MAX_GUESSES],
+    draft_ms: [Typical; MAX_GUESSES],
+    /// Milliseconds of a draft of one guess after plain rounds, whose rows it has to run first.
+    restart_ms: Typical,
     /// Weighted rounds in which a guess at this position was tried, and was right.
     tried: [f64; MAX_GUESSES],
     right: [f64; MAX_GUESSES],
     /// Milliseconds that rounds took beyond what plain steps would have, less what may be lost:
     /// guessing stops while it is above 0.
     loss_ms: f64,
-    plain_rounds: usize,
-    probe_interval: usize,
+    /// Guessing rounds since the last plain one.
+    guessing_rounds: usize,
     guesses: usize,
     ever_right: bool,
     switched_off: Option<String>,
@@ -72,13 +75,13 @@ pub struct AdaptivePolicy {
 impl Default for AdaptivePolicy {
     fn default() -> Self {
         Self {
-            verify_ms: [None; MAX_GUESSES + 1],
-            draft_ms: [None; MAX_GUESSES],
+            verify_ms: [Typical::default(); MAX_GUESSES + 1],
+            draft_ms: [Typical::default(); MAX_GUESSES],
+            restart_ms: Typical::default(),
             tried: [0.0; MAX_GUESSES],
             right: [0.0; MAX_GUESSES],
             loss_ms: 0.0,
-            plain_rounds: 0,
-            probe_interval: FIRST_PROBE,
+            guessing_rounds: 0,
             guesses: 0,
             ever_right: false,
             switched_off: None,
@@ -100,9 +103,12 @@ impl Policy {
         }
     }
 
-    /// Whether the next round may guess, so that the drafter had better keep up.
+    /// Whether guesses are expected to pay, so that the drafter had better keep up.
     pub fn is_active(&self) -> bool {
-        self.choose() > 0
+        match self {
+            Policy::Fixed(count) => *count > 0,
+            Policy::Adaptive(adaptive) => adaptive.expects_gain(),
+        }
     }
 
     /// Learns from a round.
@@ -121,11 +127,11 @@ impl AdaptivePolicy {
 
     /// Milliseconds of a verify step of `rows` rows: measured, or drawn through what was.
     fn verify_cost(&self, rows: usize) -> Option<f64> {
-        interpolate(&self.verify_ms, rows - 1)
+        interpolate(&self.verify_ms.map(|cost| cost.median()), rows - 1)
     }
 
     fn draft_cost(&self, guesses: usize) -> Option<f64> {
-        interpolate(&self.draft_ms, guesses - 1)
+        interpolate(&self.draft_ms.map(|cost| cost.median()), guesses - 1)
     }
 
     /// Expected tokens of a round with `guesses` guesses.
@@ -155,40 +161,62 @@ impl AdaptivePolicy {
     }
 
     fn choose(&self) -> usize {
-        if self.switched_off.is_some() || self.verify_ms[0].is_none() || self.loss_ms > 0.0 {
+        let refresh = self.guessing_rounds >= GUESSING_ROUNDS;
+        let known = self.verify_ms[0].count >= FIRST_PLAIN_ROUNDS;
+        if self.switched_off.is_some() || !known || refresh || self.loss_ms > 0.0 {
             return 0;
         }
-        let probes_next = self.plain_rounds >= self.probe_interval;
         match self.best() {
             // Nothing is known of drafts yet: one short chain, then a longer one, tell the costs.
             None => 1,
-            Some(_) if self.verify_ms[4].is_none() && self.verify_ms[3].is_none() => 3,
+            Some(_) if self.verify_ms[4].count == 0 && self.verify_ms[3].count == 0 => 3,
             Some((guesses, gain)) if gain >= WORTHWHILE => guesses,
-            Some((guesses, _)) if probes_next => guesses,
-            Some(_) => 0,
+            Some(_) => usize::from(self.can_afford_probe()),
         }
+    }
+
+    /// Whether what was earned pays for one guess that turns out to be wrong.
+    fn can_afford_probe(&self) -> bool {
+        let draft = self.restart_ms.median().or(self.draft_cost(1));
+        let [Some(plain), Some(verify), Some(draft)] =
+            [self.verify_cost(1), self.verify_cost(2), draft]
+        else {
+            return false;
+        };
+        // What costs more than the largest credit is tried when that is reached.
+        let loss = (verify + draft - plain).min(LOSS_CREDIT_STEPS * plain);
+        loss <= -self.loss_ms
+    }
+
+    /// Whether the next rounds are expected to gain by guesses; true before anything is known.
+    fn expects_gain(&self) -> bool {
+        let gains = self.best().is_none_or(|(_, gain)| gain >= WORTHWHILE);
+        self.switched_off.is_none() && self.loss_ms <= 0.0 && gains
     }
 
     fn observe(&mut self, cost: RoundCost) {
         let RoundCost { drafted, accepted, verify, draft, follows_draft } = cost;
-        let verify = verify.as_secs_f64() * 1e3;
         let draft = draft.as_secs_f64() * 1e3;
         if drafted > MAX_GUESSES {
             return;
         }
-        blend(&mut self.verify_ms[drafted], verify);
-        let plain = self.verify_ms[0].unwrap_or(verify) * (accepted + 1) as f64;
-        let step = plain / (accepted + 1) as f64;
+        // Typical times, so that what else the machine does is not laid to the guesses.
+        let verify = self.verify_ms[drafted].add(verify.as_secs_f64() * 1e3);
+        let step = self.verify_cost(1).unwrap_or(verify);
+        let plain = step * (accepted + 1) as f64;
+        let loss = match drafted {
+            0 => 0.0,
+            1 if !follows_draft => verify + self.restart_ms.add(draft) - plain,
+            _ if !follows_draft => verify + draft - plain,
+            _ => verify + self.draft_ms[drafted - 1].add(draft) - plain,
+        };
         // Credit is bounded, so old gains do not pay for long losses.
-        let loss = if drafted == 0 { 0.0 } else { verify + draft - plain };
         self.loss_ms = (self.loss_ms + loss - LOSS_BUDGET * plain).max(-LOSS_CREDIT_STEPS * step);
         if drafted == 0 {
-            self.plain_rounds += 1;
+            self.guessing_rounds = 0;
             return;
         }
-        if follows_draft {
-            blend(&mut self.draft_ms[drafted - 1], draft);
-        }
+        self.guessing_rounds += 1;
         let decay = 0.5f64.powf(1.0 / HALF_LIFE_ROUNDS);
         for position in 0..MAX_GUESSES {
             // A guess behind the first wrong one was not judged.
@@ -197,12 +225,6 @@ impl AdaptivePolicy {
             self.tried[position] = self.tried[position] * decay + f64::from(u8::from(judged));
             self.right[position] = self.right[position] * decay + f64::from(u8::from(right));
         }
-        let pays = loss < 0.0;
-        if self.plain_rounds >= self.probe_interval {
-            let next = if pays { FIRST_PROBE } else { self.probe_interval * 2 };
-            self.probe_interval = next.min(LAST_PROBE);
-        }
-        self.plain_rounds = 0;
         self.guesses += drafted;
         self.ever_right |= accepted > 0;
         if !self.ever_right && self.guesses >= HOPELESS_GUESSES {
@@ -214,9 +236,28 @@ impl AdaptivePolicy {
     }
 }
 
-/// Moves a running mean towards a new value; an outlier moves it by a tenth.
-fn blend(mean: &mut Option<f64>, value: f64) {
-    *mean = Some(mean.map_or(value, |mean| mean + 0.1 * (value - mean)));
+/// The last values of a cost.
+#[derive(Debug, Clone, Copy, Default)]
+struct Typical {
+    recent: [f64; 15],
+    count: usize,
+}
+
+impl Typical {
+    /// Takes in a value; returns the median with it.
+    fn add(&mut self, value: f64) -> f64 {
+        self.recent[self.count % self.recent.len()] = value;
+        self.count += 1;
+        self.median().unwrap_or(value)
+    }
+
+    /// The middle of the last values, if there are any.
+    fn median(&self) -> Option<f64> {
+        let mut sorted = self.recent;
+        let known = &mut sorted[..self.count.min(self.recent.len())];
+        known.sort_by(f64::total_cmp);
+        known.get(known.len() / 2).copied()
+    }
 }
 
 /// The value at `index`, or one on the line through the nearest known neighbours.
