@@ -5,8 +5,10 @@
 mod check;
 mod device;
 mod driver;
+mod memory;
 
 pub use device::Device;
+pub use memory::{DeviceMemory, Pinned};
 
 /// One line on the driver and its devices, for reports. Never fails: a box without a GPU is normal.
 pub fn driver_summary() -> String {
