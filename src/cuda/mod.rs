@@ -5,10 +5,21 @@
 mod check;
 mod device;
 mod driver;
+mod event;
+mod fatbin;
+mod graph;
+mod launch;
 mod memory;
+mod module;
+mod stream;
 
 pub use device::Device;
+pub use event::Event;
+pub use graph::Graph;
+pub use launch::{Arg, Launch};
 pub use memory::{DeviceMemory, Pinned};
+pub use module::{Attributes, Kernel, Module};
+pub use stream::Stream;
 
 /// One line on the driver and its devices, for reports. Never fails: a box without a GPU is normal.
 pub fn driver_summary() -> String {
