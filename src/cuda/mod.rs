@@ -1,28 +1,33 @@
-//! The CUDA driver, as far as talon needs it: whether it is here and what it drives. The only
-//! importer of cudarc.
+//! The CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
+//! The only importer of cudarc, of which only the raw functions are used: its safe layer lacks
+//! attributes of launches and sizes of parameters.
 
-use cudarc::driver::{result, sys};
+mod check;
+mod device;
+mod driver;
+mod event;
+mod fatbin;
+mod graph;
+mod launch;
+mod memory;
+mod module;
+mod stream;
+
+pub use device::Device;
+pub use event::Event;
+pub use graph::Graph;
+pub use launch::{Arg, Launch};
+pub use memory::{DeviceMemory, Pinned};
+pub use module::{Attributes, Kernel, Module};
+pub use stream::Stream;
 
 /// One line on the driver and its devices, for reports. Never fails: a box without a GPU is normal.
 pub fn driver_summary() -> String {
-    // SAFETY: only looks for libcuda among the loader's libraries. It must come first: every other
-    // call of cudarc panics where the library is absent.
-    if !unsafe { sys::is_culib_present() } {
+    if !driver::is_present() {
         return "not found (libcuda.so.1)".into();
     }
-    match devices() {
-        Ok((version, count)) => {
-            format!("CUDA {}.{}, {count} devices", version / 1000, version % 1000 / 10)
-        }
-        Err(error) => format!("present, but it does not start: {error:?}"),
+    match driver::version().and_then(|version| Ok((version, driver::device_count()?))) {
+        Ok((version, count)) => format!("CUDA {}, {count} devices", driver::dotted(version)),
+        Err(error) => format!("present, but it does not start: {error}"),
     }
-}
-
-/// The driver's CUDA version as 1000 · major + 10 · minor, and the number of devices.
-fn devices() -> Result<(i32, i32), result::DriverError> {
-    result::init()?;
-    let mut version = 0;
-    // SAFETY: writes one integer to a valid address.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
-    Ok((version, result::device::get_count()?))
 }
