@@ -1,6 +1,8 @@
 //! The CUDA driver, as far as talon needs it: whether it is here and what it drives. The only
 //! importer of cudarc.
 
+pub mod kernels;
+
 use cudarc::driver::{result, sys};
 
 /// One line on the driver and its devices, for reports. Never fails: a box without a GPU is normal.
