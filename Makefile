@@ -3,6 +3,10 @@
 CARGO ?= cargo
 BINARY := target/release/talon
 export PATH := $(HOME)/.cargo/bin:$(PATH)
+# Where build/nvcc.rs looks last, and the release whose nvcc goes there.
+CUDA := .toolchain/cuda
+CUDA_RELEASE := 13.0.*
+CUDA_PACKAGES := $(foreach part,cuda-nvcc nvvm cuda-crt cuda-runtime cuda-cccl,"nvidia-$(part)==$(CUDA_RELEASE)")
 
 .PHONY: help demo test build bench lint soak deny toolchain nextest clean
 
@@ -42,7 +46,9 @@ deny: toolchain ## licences and sources of the dependencies (installs cargo-deny
 	@command -v cargo-deny >/dev/null || $(CARGO) install --locked cargo-deny
 	$(CARGO) deny check licenses bans sources
 
-toolchain: ## Rust, if it is not there
+# nvcc is installed aside and moved, so that a download cut short leaves nothing that looks whole. Cargo learns of it
+# from the build script's date. pip's options that old releases lack go through the environment.
+toolchain: ## Rust and nvcc, if they are not there
 	@command -v cargo >/dev/null || { \
 	  echo "installing Rust with rustup into ~/.cargo"; \
 	  curl --proto '=https' --tlsv1.2 -fsS https://sh.rustup.rs | \
@@ -51,6 +57,18 @@ toolchain: ## Rust, if it is not there
 	  echo "cargo is too old, talon needs Rust 1.88 or later: rustup update"; exit 1; }
 	@command -v cc >/dev/null || { \
 	  echo "no C compiler to link with; install one, for example: apt-get install gcc"; exit 1; }
+	@if [ -n "$$NVCC" ] || [ -x "$$CUDA_HOME/bin/nvcc" ] || command -v nvcc >/dev/null || \
+	  [ -x $(CUDA)/nvidia/cu13/bin/nvcc ]; then :; \
+	elif ! command -v g++ >/dev/null || ! python3 -m pip --version >/dev/null 2>&1; then \
+	  echo "no nvcc, and no g++ and python3 with pip to install and use one: the build will be CPU only"; \
+	else \
+	  echo "installing nvcc $(CUDA_RELEASE) into $(CUDA)"; \
+	  rm -rf $(CUDA) $(CUDA).new; \
+	  if PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --target $(CUDA).new $(CUDA_PACKAGES); \
+	  then mv $(CUDA).new $(CUDA) && touch build.rs; \
+	  else echo "nvcc was not installed: the build will be CPU only"; fi; \
+	fi
 
 nextest: toolchain
 	@command -v cargo-nextest >/dev/null || $(CARGO) install --locked cargo-nextest

@@ -1,8 +1,21 @@
-//! Records the commit that the binary was built from, so that every report can name it.
+//! Records the commit that the binary was built from, so that every report can name it, and compiles
+//! the CUDA kernels.
+
+#[path = "build/nvcc.rs"]
+mod nvcc;
 
 use std::process::Command;
 
 fn main() {
+    record_commit();
+    if let Err(message) = nvcc::embed_kernels() {
+        for line in message.lines() {
+            println!("cargo::error={line}");
+        }
+    }
+}
+
+fn record_commit() {
     let git = |args: &[&str]| {
         let output = Command::new("git").args(args).output().ok()?;
         let text = String::from_utf8(output.stdout).ok()?;

@@ -9,6 +9,7 @@ use std::process::Stdio;
 use common::{Outcome, assert_one_line, command, read_json, repository, talon};
 use safetensors::SafeTensors;
 use serde_json::Value;
+use talon::cuda::kernels::TARGETS;
 
 fn golden(id: &str) -> Value {
     let greedy = read_json(&repository("demo/golden/greedy.json"));
@@ -56,6 +57,13 @@ fn version_tells_what_is_built_in() {
     let version = succeeds(&["version"]);
     assert!(version.stdout.starts_with(concat!("talon ", env!("CARGO_PKG_VERSION"))));
     assert!(version.stdout.contains("demo model"), "{version:?}");
+    let kernels =
+        version.stdout.lines().find_map(|line| line.strip_prefix("kernels:       ")).unwrap();
+    if TARGETS.is_empty() {
+        assert_eq!(kernels, "none: built without nvcc, CPU only");
+    } else {
+        assert!(kernels.starts_with("sm_") && kernels.contains(" (nvcc 1"), "{kernels}");
+    }
     assert_eq!(succeeds(&["--version"]).stdout, version.stdout);
 }
 

@@ -8,6 +8,7 @@ mod driver;
 mod event;
 mod fatbin;
 mod graph;
+pub mod kernels;
 mod launch;
 mod memory;
 mod module;
