@@ -18,8 +18,6 @@ pub struct Settings {
     pub model: String,
     /// `--draft-tokens` as given.
     pub draft_tokens: String,
-    /// The backend that ran.
-    pub backend: &'static str,
 }
 
 /// Everything that a report is made of.
@@ -68,10 +66,10 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
             "layout": engine.layout(),
             "layers": engine.config().num_hidden_layers,
             "tp": limits.tp,
-            "rank_slice": Value::Null,
+            "rank_slice": engine.rank_slice().map(|slice| format!("{}/{}", slice.index, slice.of)),
         },
         "settings": {
-            "backend": settings.backend,
+            "backend": engine.backend_name(),
             "draft": engine.drafter(),
             "draft_tokens": settings.draft_tokens,
             "simulated_acceptance": plan.simulated_acceptance,

@@ -90,9 +90,17 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "n")]
     layers: Option<usize>,
 
-    /// auto, cpu or cuda (default: auto)
+    /// auto, cpu or cuda (default: auto, a GPU that can run the model, else the CPU)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     backend: String,
+
+    /// the GPU to use, by its number (default: 0)
+    #[argh(option, default = "0", arg_name = "n")]
+    devices: usize,
+
+    /// measure rank R of N alone on one GPU, such as 0/8: its work at its true shape, no answer
+    #[argh(option, arg_name = "r/n")]
+    rank_slice: Option<String>,
 
     /// tensor-parallel ranks: 1, 2, 4 or 8; threads on the CPU (default: 1)
     #[argh(option, default = "1", arg_name = "n")]
@@ -155,6 +163,8 @@ impl BenchCommand {
             model: &self.model,
             layers: self.layers,
             backend: &self.backend,
+            device: self.devices,
+            rank_slice: self.rank_slice.as_deref(),
             tp: self.tp,
             context: self.context,
             prefill_chunk: self.prefill_chunk,
@@ -174,11 +184,8 @@ impl BenchCommand {
         let measured = bench::measure(&mut engine, &plan, || progress.add(1))?;
         progress.finish();
 
-        let settings = Settings {
-            model: self.model.clone(),
-            draft_tokens: self.draft_tokens.clone(),
-            backend: "cpu",
-        };
+        let settings =
+            Settings { model: self.model.clone(), draft_tokens: self.draft_tokens.clone() };
         let context = RunContext {
             engine: &engine,
             plan: &plan,

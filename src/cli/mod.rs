@@ -3,6 +3,7 @@
 mod argv;
 mod bench;
 mod generate;
+mod kernels;
 mod model_options;
 mod progress;
 mod terminal;
@@ -37,6 +38,7 @@ struct Talon {
 enum Command {
     Bench(bench::BenchCommand),
     Generate(generate::GenerateCommand),
+    Kernels(kernels::KernelsCommand),
     Verify(verify::VerifyCommand),
     Version(version::VersionCommand),
 }
@@ -64,6 +66,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
     let done = match talon.command {
         Command::Bench(command) => return finish(command.run()),
         Command::Generate(command) => command.run(),
+        Command::Kernels(command) => command.run(),
         Command::Verify(command) => return finish(command.run()),
         Command::Version(command) => command.run(),
     };

@@ -1,8 +1,8 @@
 //! Options that all commands which load a model share: their checks and what they become.
 
-use crate::engine::{DraftChoice, Engine, LoadOptions};
+use crate::engine::{BackendChoice, DraftChoice, Engine, LoadOptions};
 use crate::error::{Error, Result};
-use crate::weights::Source;
+use crate::weights::{Slice, Source};
 
 use super::progress::Progress;
 
@@ -11,6 +11,8 @@ pub struct ModelOptions<'a> {
     pub model: &'a str,
     pub layers: Option<usize>,
     pub backend: &'a str,
+    pub device: usize,
+    pub rank_slice: Option<&'a str>,
     pub tp: usize,
     pub context: Option<usize>,
     pub prefill_chunk: usize,
@@ -50,18 +52,23 @@ impl DraftOptions<'_> {
 impl ModelOptions<'_> {
     /// Loads the model, with a progress bar on a terminal.
     pub fn load(&self) -> Result<Engine> {
-        match self.backend {
-            "auto" | "cpu" => {}
-            "cuda" => {
-                return Err(Error::input(
-                    "--backend cuda: this build has no CUDA kernels; use --backend cpu",
-                ));
-            }
+        let backend = match self.backend {
+            "auto" => BackendChoice::Auto,
+            "cpu" => BackendChoice::Cpu,
+            "cuda" => BackendChoice::Cuda,
             other => {
                 return Err(Error::input(format!("--backend {other}: expected auto, cuda or cpu")));
             }
-        }
+        };
         check_tp(self.tp)?;
+        let rank_slice = self.rank_slice.map(parse_rank_slice).transpose()?;
+        if rank_slice.is_some() && self.tp != 1 {
+            return Err(Error::input(format!(
+                "--rank-slice and --tp {}: expected one of them, a slice says its own number of \
+                 ranks",
+                self.tp
+            )));
+        }
         if self.context == Some(0) {
             return Err(Error::input("--context 0: expected at least 1 token"));
         }
@@ -79,6 +86,9 @@ impl ModelOptions<'_> {
             return Err(Error::input("--latent-eps: expected a positive number, such as 1e-6"));
         }
         let options = LoadOptions {
+            backend,
+            device: self.device,
+            rank_slice,
             tp: self.tp,
             context: self.context,
             prefill_chunk: self.prefill_chunk,
@@ -89,7 +99,7 @@ impl ModelOptions<'_> {
             draft_rope_theta: self.draft.rope_theta,
             ..LoadOptions::default()
         };
-        let progress = Progress::bytes("checking scales");
+        let progress = Progress::bytes("loading");
         let engine =
             Engine::load(Source::from_name(self.model, self.layers)?, &options, &|bytes, total| {
                 progress.of(total);
@@ -97,6 +107,19 @@ impl ModelOptions<'_> {
             });
         progress.finish();
         engine
+    }
+}
+
+/// `R/N`: rank R of N.
+pub fn parse_rank_slice(text: &str) -> Result<Slice> {
+    let parts = text
+        .split_once('/')
+        .and_then(|(index, of)| Some(Slice { index: index.parse().ok()?, of: of.parse().ok()? }));
+    match parts {
+        Some(slice) if [1, 2, 4, 8].contains(&slice.of) && slice.index < slice.of => Ok(slice),
+        _ => Err(Error::input(format!(
+            "--rank-slice {text}: expected R/N, rank R of N = 1, 2, 4 or 8, such as 0/8"
+        ))),
     }
 }
 

@@ -24,13 +24,14 @@ impl VersionCommand {
         let kernels = cuda::kernels::TARGETS;
         print(&format!(
             "talon {} ({})\n\
-             backends:      cpu\n\
+             backends:      {}\n\
              kernels:       {}\n\
              CUDA driver:   {}\n\
              built in:      demo model ({} bytes), its EAGLE-3 head ({} bytes)\n\
              runs:          GLM-5, 5.1, 5.2, 5.3 (glm_moe_dsa) in BF16, F32, FP8 and NVFP4\n",
             env!("CARGO_PKG_VERSION"),
             env!("TALON_COMMIT"),
+            if kernels.is_empty() { "cpu" } else { "cpu, cuda" },
             if kernels.is_empty() { "none: built without nvcc, CPU only" } else { kernels },
             cuda::driver_summary(),
             thousands(size(demo())?),

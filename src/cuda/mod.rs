@@ -2,25 +2,44 @@
 //! The only importer of cudarc, of which only the raw functions are used: its safe layer lacks
 //! attributes of launches and sizes of parameters.
 
+mod backend;
 mod check;
 mod device;
 mod driver;
 mod event;
 mod fatbin;
 mod graph;
+mod kernel_set;
 pub mod kernels;
 mod launch;
+mod layout;
+mod measure;
 mod memory;
 mod module;
+mod places;
+mod plan;
+mod rank;
+mod stages;
 mod stream;
+mod upload;
+mod weights;
 
+pub use backend::CudaBackend;
 pub use device::Device;
 pub use event::Event;
 pub use graph::Graph;
 pub use launch::{Arg, Launch};
+pub use measure::{KernelTimes, StageTime, measure_kernels};
 pub use memory::{DeviceMemory, Pinned};
 pub use module::{Attributes, Kernel, Module};
+pub use plan::MemoryPlan;
+pub use rank::CudaOptions;
 pub use stream::Stream;
+
+/// Whether this build has kernels.
+pub fn has_kernels() -> bool {
+    kernels::fatbin("embed").is_some()
+}
 
 /// One line on the driver and its devices, for reports. Never fails: a box without a GPU is normal.
 pub fn driver_summary() -> String {

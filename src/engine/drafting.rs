@@ -23,6 +23,13 @@ pub enum DraftChoice {
     Directory(PathBuf),
 }
 
+impl DraftChoice {
+    /// Whether a drafter was asked for by name.
+    pub fn is_explicit(&self) -> bool {
+        matches!(self, DraftChoice::Mtp | DraftChoice::Directory(_))
+    }
+}
+
 /// Opens the drafter that `choice` asks for; with its name in reports.
 ///
 /// # Errors

@@ -143,7 +143,7 @@ impl Engine {
         // The slot is free again when this returns.
         let session = self.session()?;
         let (limits, sequence) = (self.limits, session.sequence());
-        generate_on(&mut self.ranks, &limits, sequence, request, proposer, policy, on_token)
+        generate_on(&mut *self.backend, &limits, sequence, request, proposer, policy, on_token)
     }
 }
 

@@ -1,16 +1,20 @@
 //! The narrow door to the model: an [`Engine`] is a loaded checkpoint, a [`Session`] one timeline
 //! in it. The command line, the benchmark and the server see only this.
 
+mod backends;
 mod drafting;
 mod generate;
+mod kernels;
 mod memory;
 mod output;
 mod sampler;
 mod session;
 mod text_model;
 
+pub use backends::{BackendChoice, DeviceUse};
 pub use drafting::DraftChoice;
 pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
+pub use kernels::measure_kernels;
 pub use output::{OutputText, opens_reasoning};
 pub use sampler::Sampling;
 pub use session::Session;
@@ -20,18 +24,24 @@ use std::sync::Arc;
 
 use log::{info, warn};
 
-use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
 use crate::error::{Error, Result, one_line};
 pub use crate::model::ModelConfig;
-use crate::model::{Eagle3Head, Quantization, Weights};
+use crate::model::{Backend, Eagle3Head, Quantization, Weights};
 use crate::spec::Policy;
 use crate::weights::{
-    Audit, Checkpoint, Manifest, Severity, Source, audit, check_scales, scale_bytes, synthetic,
+    Audit, Checkpoint, Manifest, Severity, Slice, Source, audit, check_scales, scale_bytes,
+    synthetic,
 };
 
 /// Settings of a load.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
+    /// Where it runs.
+    pub backend: BackendChoice,
+    /// The GPU.
+    pub device: usize,
+    /// Run only this rank's share of the model, without the others: a measurement, not an answer.
+    pub rank_slice: Option<Slice>,
     /// Number of ranks.
     pub tp: usize,
     /// Tokens that a sequence may have; default: the model's maximum, at most 8192.
@@ -55,6 +65,9 @@ pub struct LoadOptions {
 impl Default for LoadOptions {
     fn default() -> Self {
         Self {
+            backend: BackendChoice::default(),
+            device: 0,
+            rank_slice: None,
             tp: 1,
             context: None,
             parallel: 1,
@@ -76,7 +89,10 @@ pub struct Engine {
     config: Arc<ModelConfig>,
     text: Option<Arc<TextModel>>,
     layout: String,
-    ranks: CpuRanks,
+    backend: Box<dyn Backend + Send>,
+    backend_name: &'static str,
+    device: Option<DeviceUse>,
+    rank_slice: Option<Slice>,
     slots: session::Slots,
     limits: Limits,
     drafter: Option<String>,
@@ -169,7 +185,9 @@ impl Engine {
             );
             warn!("{}", one_line(line));
         }
-        audit.check_ranks(&manifest, &config.geometry(), options.tp)?;
+        let ranks = options.rank_slice.map_or(options.tp, |slice| slice.of);
+        audit.check_ranks(&manifest, &config.geometry(), ranks)?;
+        let backend = backends::choose(options, options.draft.is_explicit())?;
 
         let total = scale_bytes(&audit);
         let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
@@ -185,23 +203,16 @@ impl Engine {
             context: options.context.unwrap_or(config.max_position_embeddings.min(DEFAULT_CONTEXT)),
             parallel: options.parallel,
             prefill_chunk: options.prefill_chunk.max(1),
-            tp: options.tp,
+            tp: ranks,
             vocab_limit: vocabulary.min(config.vocab_size),
         };
-        let cpu = CpuOptions {
-            tp: limits.tp,
-            context: limits.context,
-            parallel: limits.parallel,
-            vocab_limit: limits.vocab_limit,
-        };
         let (draft, drafter) = drafting::open_drafter(
-            &options.draft,
+            if backend == BackendChoice::Cuda { &DraftChoice::None } else { &options.draft },
             &config,
             &checkpoint,
             &audit,
             options.draft_rope_theta,
         )?;
-        memory::check_fits(cache_bytes(&config, &cpu, &draft), &limits)?;
         if limits.context > config.max_position_embeddings {
             warn!(
                 "--context {}: the model was made for {} positions (max_position_embeddings); \
@@ -209,21 +220,53 @@ impl Engine {
                 limits.context, config.max_position_embeddings
             );
         }
-        memory::warn_if_larger_than_memory(
-            checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
-        );
+        if backend == BackendChoice::Cpu {
+            memory::warn_if_larger_than_memory(
+                checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
+            );
+        }
 
         let layout = audit.layout.clone();
         let weights = Weights::new(checkpoint, manifest, audit)?;
         let config = Arc::new(config);
-        let ranks = CpuRanks::start(&config, &weights, &draft, cpu)?;
-        info!("{layout}; {} ranks, context {}", limits.tp, limits.context);
+        // The bar goes on with the weights that go to a device.
+        let uploaded = |bytes: usize, all: usize| progress(bytes as u64, total + all as u64);
+        let backends::Running { backend, name, device } =
+            backends::start(backend, &config, &weights, &draft, (options, &limits), &uploaded)?;
+        info!("{layout}; {name} backend, {} ranks, context {}", limits.tp, limits.context);
         let slots = session::Slots::new(limits.parallel);
         let policy = match options.draft_tokens {
             Some(count) => Policy::Fixed(count),
             None => Policy::adaptive(),
         };
-        Ok(Self { config, text, layout, ranks, slots, limits, drafter, policy })
+        Ok(Self {
+            config,
+            text,
+            layout,
+            backend,
+            backend_name: name,
+            device,
+            rank_slice: options.rank_slice,
+            slots,
+            limits,
+            drafter,
+            policy,
+        })
+    }
+
+    /// `cpu` or `cuda`.
+    pub fn backend_name(&self) -> &'static str {
+        self.backend_name
+    }
+
+    /// What the model takes of a device, where it runs on one.
+    pub fn device_use(&self) -> Option<&DeviceUse> {
+        self.device.as_ref()
+    }
+
+    /// The only rank that is run, if it is not all of them.
+    pub fn rank_slice(&self) -> Option<Slice> {
+        self.rank_slice
     }
 
     /// The configuration.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Engine;
 use crate::error::{Error, Result};
-use crate::model::{Backend, Output, Row, RowResult, Step};
+use crate::model::{Output, Row, RowResult, Step};
 
 /// A sequence in the KV cache; its slot is free again when it is dropped.
 pub struct Session {
@@ -119,7 +119,7 @@ impl Engine {
         for (chunk_index, chunk) in tokens.chunks(chunk_len).enumerate() {
             let first = chunk_index * chunk_len;
             let step = step_of(session.sequence, session.len, chunk, |row| output(first + row));
-            let done = self.ranks.step(step)?;
+            let done = self.backend.step(step)?;
             session.len += chunk.len();
             results.extend(done.into_iter().map(|r| RowResult { row: first + r.row, ..r }));
         }
@@ -147,7 +147,7 @@ impl Engine {
             let (sequence, position) = (session.sequence, session.len);
             step.rows.push(Row { sequence, first: 0, position, token: *token, output });
         }
-        let results = self.ranks.step(step)?;
+        let results = self.backend.step(step)?;
         for (session, _) in rows {
             session.len += 1;
         }

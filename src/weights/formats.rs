@@ -41,6 +41,21 @@ pub struct Matrix {
     values: Values,
 }
 
+/// How the values of a matrix are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredFormat {
+    /// 32-bit floats.
+    F32,
+    /// The upper halves of 32-bit floats.
+    Bf16,
+    /// 16-bit floats of IEEE 754.
+    F16,
+    /// 4-bit codes, an E4M3 scale for 16 columns, one scale for the tensor.
+    Nvfp4,
+    /// E4M3 codes, an f32 scale for 128 x 128 of them.
+    Fp8Block,
+}
+
 #[derive(Clone)]
 enum Values {
     F32(Bytes),
@@ -199,6 +214,79 @@ impl Matrix {
                 }
             }
         }
+    }
+
+    /// How the values are stored.
+    pub fn format(&self) -> StoredFormat {
+        match self.values {
+            Values::F32(_) => StoredFormat::F32,
+            Values::Bf16(_) => StoredFormat::Bf16,
+            Values::F16(_) => StoredFormat::F16,
+            Values::Nvfp4 { .. } => StoredFormat::Nvfp4,
+            Values::Fp8Block { .. } => StoredFormat::Fp8Block,
+        }
+    }
+
+    /// The scale of the whole tensor; 1 where the format has none.
+    pub fn global_scale(&self) -> f32 {
+        match self.values {
+            Values::Nvfp4 { global_scale, .. } => global_scale,
+            _ => 1.0,
+        }
+    }
+
+    /// Copies `rows` as they are stored into `out`: their codes, one row behind the other. The
+    /// columns of an NVFP4 matrix are a multiple of 16.
+    pub fn copy_codes(&self, rows: Range<usize>, out: &mut [u8]) {
+        let (bytes, bits) = match &self.values {
+            Values::F32(bytes) => (bytes, 32),
+            Values::Bf16(bytes) | Values::F16(bytes) => (bytes, 16),
+            Values::Nvfp4 { codes, .. } => (codes, 4),
+            Values::Fp8Block { codes, .. } => (codes, 8),
+        };
+        self.copy_rows(bytes, rows, |values| values * bits / 8, out);
+    }
+
+    /// As [`Matrix::copy_codes`], the E4M3 scales of an NVFP4 matrix; nothing in other formats.
+    pub fn copy_block_scales(&self, rows: Range<usize>, out: &mut [u8]) {
+        if let Values::Nvfp4 { block_scales, .. } = &self.values {
+            self.copy_rows(block_scales, rows, |values| values / NVFP4_BLOCK, out);
+        }
+    }
+
+    /// Copies what `bytes_of` many values take of each row.
+    fn copy_rows(
+        &self,
+        bytes: &Bytes,
+        rows: Range<usize>,
+        bytes_of: impl Fn(usize) -> usize,
+        out: &mut [u8],
+    ) {
+        let width = bytes_of(self.columns());
+        let first = self.rows.start + rows.start;
+        let start = |row: usize| bytes_of((first + row) * self.stride + self.columns.start);
+        if self.columns() == self.stride {
+            let whole = rows.len() * width;
+            return out[..whole].copy_from_slice(&bytes[start(0)..start(0) + whole]);
+        }
+        for (row, out) in (0..rows.len()).zip(out.chunks_exact_mut(width)) {
+            out.copy_from_slice(&bytes[start(row)..start(row) + width]);
+        }
+    }
+
+    /// The scale of an FP8 matrix at a row and a column; 1 in other formats.
+    pub fn fp8_scale(&self, row: usize, column: usize) -> f32 {
+        let Values::Fp8Block { block_scales, .. } = &self.values else {
+            return 1.0;
+        };
+        let (row, column) = (self.rows.start + row, self.columns.start + column);
+        let blocks_per_row = self.stride.div_ceil(FP8_BLOCK);
+        read_f32(block_scales, row / FP8_BLOCK * blocks_per_row + column / FP8_BLOCK)
+    }
+
+    /// Whether a block of FP8 scales begins at the first row and at the first column.
+    pub fn begins_fp8_block(&self) -> bool {
+        self.rows.start.is_multiple_of(FP8_BLOCK) && self.columns.start.is_multiple_of(FP8_BLOCK)
     }
 
     /// All values, row by row.

@@ -19,7 +19,7 @@ mod synthetic;
 pub use audit::{Audit, MtpState, Problem, Resolved, Severity, audit};
 pub use checkpoint::{Checkpoint, INDEX, TensorRef};
 pub use demo::{demo, demo_eagle3};
-pub use formats::{Matrix, Slice, decode_e4m3};
+pub use formats::{Matrix, Slice, StoredFormat, decode_e4m3};
 pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
 pub use header::{ShardHeader, read_header};
 pub use manifest::{Axis, Entry, Format, Geometry, LayerShape, Manifest, Module, PartShape, Role};

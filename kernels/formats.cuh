@@ -1,0 +1,94 @@
+// Stored formats of weights, in the order in which the mma instruction takes them.
+//
+// A matrix [rows, columns] is cut into tiles of 16 rows and units of 128 columns, padded with
+// zeros. A unit of a tile is 1 (NVFP4), 2 (FP8) or 4 (F16) slots of 1 KiB; a warp copies a slot as
+// 2 x 32 lanes x 16 bytes, and each lane gets its own operands. Lane (g, q) owns rows g and g + 8.
+// Within a block of 32 columns it owns columns 8q..8q+7, so that it reads its part of the vector as
+// 16 consecutive bytes: the columns of a dot product may be permuted as long as both sides agree.
+// `repack.cu` writes this order.
+#pragma once
+
+#include "common.cuh"
+
+enum Format : int { F16 = 0, FP8 = 1, NVFP4 = 2 };
+
+constexpr int TILE = 16;
+constexpr int UNIT = 128;
+constexpr int BLOCK = 32;
+constexpr int SLOT_CODES = 1024;
+// A slot in shared memory: codes, and 8 bytes of scales a lane.
+constexpr int SLOT = SLOT_CODES + WARP * 8;
+// Bytes of scales of a unit: 16 rows x 8 groups of E4M3; two f32 (rows 0..7, rows 8..15).
+constexpr int NVFP4_SCALES = 128;
+constexpr int FP8_SCALES = 8;
+
+template <int format>
+constexpr int SLOTS = format == F16 ? 4 : format == FP8 ? 2 : 1;
+
+template <int format>
+constexpr int SCALES = format == NVFP4 ? NVFP4_SCALES : format == FP8 ? FP8_SCALES : 0;
+
+// BF16 weights are stored as f16 times this: exact for all between 2^-20 and 1023, and smaller ones
+// lose less than 2^-31.
+constexpr float F16_FACTOR = 64;
+
+// What the decoded values of a format are short of.
+template <int format>
+constexpr float DECODED_SCALE = format == NVFP4 ? 128.0f : format == FP8 ? 256.0f : 1 / F16_FACTOR;
+
+// A matrix, or a rank's share of it (cuda/weights.rs has the same struct).
+struct Matrix {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    // NVFP4's scale of the whole tensor, else 1.
+    float global;
+    // Stored rows, a multiple of 16.
+    int rows;
+    // Columns that the vector has, a multiple of 8.
+    int columns;
+    int format;
+
+    __device__ int tiles() const { return rows / TILE; }
+    __device__ int units() const { return (columns + UNIT - 1) / UNIT; }
+};
+
+// NVFP4's scales of the two matrices in an interleaved one, whose own is then 1.
+struct Globals {
+    float gate;
+    float up;
+};
+
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// An E4M3 scale s (never negative) as two f16 of s * 2^7. Its bits at 13..7 of an f16 make s * 2^-8,
+// subnormals included; a factor of 2^15 follows.
+__device__ __forceinline__ uint32_t nvfp4_scale(uint32_t e4m3) {
+    constexpr uint32_t two_to_15 = 0x78007800;
+    return multiply_pairs(e4m3 * 0x00800080u, two_to_15);
+}
+
+// 8 codes times their scale, as 4 pairs of f16 that are exact and 2^-7 times the value. The bits
+// sign, e1, e0, m of a code at 15, 11, 10, 9 of an f16 make value * 2^-14. In each half of the word
+// the first code lies there and the second 3 bits lower; the third has its sign at 14 and the rest
+// from 5 on, the fourth its sign at 13 and the rest from 2 on.
+__device__ __forceinline__ void decode_nvfp4(uint32_t word, uint32_t scale, uint32_t (&out)[4]) {
+    constexpr uint32_t place = 0x8E008E00;
+    constexpr uint32_t sign = 0x80008000, rest = 0x0E000E00;
+    out[0] = multiply_pairs(word & place, scale);
+    out[1] = multiply_pairs(word << 3 & place, scale);
+    out[2] = multiply_pairs((word << 1 & sign) | (word << 6 & rest), scale);
+    out[3] = multiply_pairs((word << 2 & sign) | (word << 9 & rest), scale);
+}
+
+// 4 E4M3 codes as 2 pairs of f16, 2^-8 times the value: the bits at 15 and 13..7.
+__device__ __forceinline__ void decode_fp8(uint32_t word, uint32_t& low, uint32_t& high) {
+    const auto pair = [](uint32_t bytes) {
+        return (bytes & 0x80008000) | (bytes >> 1 & 0x3F803F80);
+    };
+    low = pair(__byte_perm(word, 0, 0x1404));
+    high = pair(__byte_perm(word, 0, 0x3424));
+}

@@ -1,0 +1,208 @@
+//! The structs that kernels take by value, field for field as in `kernels/`, and the sizes of
+//! matrices in the device's order (kernels/formats.cuh).
+
+use crate::weights::StoredFormat;
+
+/// What BF16 weights are multiplied with to become f16 (formats.cuh, `F16_FACTOR`).
+pub const F16_FACTOR: f32 = 64.0;
+/// What down projections make good: activations are stored times its inverse (common.cuh).
+pub const ACTIVATION_FACTOR: f32 = 64.0;
+/// Rows of a tile.
+pub const TILE: usize = 16;
+/// Columns of a unit.
+pub const UNIT: usize = 128;
+/// Bytes of a slot of codes.
+const SLOT_CODES: usize = 1024;
+/// Rows that a step can have on the device.
+pub const MAX_ROWS: usize = 16;
+/// Positions that one block of `attend` takes.
+pub const SPLIT: usize = 64;
+/// Experts that a layer can have, and that a row can use.
+pub const MAX_EXPERTS: usize = 256;
+pub const MAX_USED: usize = 16;
+/// Splits of a list that `merge_splits` takes.
+pub const MAX_SPLITS_OF_LIST: usize = 128;
+/// Largest rank that `norm_latents` takes.
+pub const MAX_LATENT: usize = 8 * 512;
+/// Largest hidden size of `reduce_norm`.
+pub const MAX_HIDDEN: usize = 16 * 1024;
+
+/// Formats that the kernels multiply with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Format {
+    F16 = 0,
+    Fp8 = 1,
+    Nvfp4 = 2,
+}
+
+impl Format {
+    /// The device's format for a stored one.
+    pub fn of(stored: StoredFormat) -> Self {
+        match stored {
+            StoredFormat::F32 | StoredFormat::F16 | StoredFormat::Bf16 => Format::F16,
+            StoredFormat::Fp8Block => Format::Fp8,
+            StoredFormat::Nvfp4 => Format::Nvfp4,
+        }
+    }
+
+    /// Bytes of a unit's codes.
+    pub fn unit_codes(self) -> usize {
+        match self {
+            Format::F16 => 4 * SLOT_CODES,
+            Format::Fp8 => 2 * SLOT_CODES,
+            Format::Nvfp4 => SLOT_CODES,
+        }
+    }
+
+    /// Bytes of a unit's scales.
+    pub fn unit_scales(self) -> usize {
+        match self {
+            Format::F16 => 0,
+            Format::Fp8 => 8,
+            Format::Nvfp4 => 128,
+        }
+    }
+}
+
+/// A matrix on the device (formats.cuh, `Matrix`).
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[repr(C)]
+pub struct DeviceMatrix {
+    pub codes: u64,
+    pub scales: u64,
+    pub global: f32,
+    /// A multiple of [`TILE`]; 0 for a matrix that is not there.
+    pub rows: i32,
+    pub columns: i32,
+    pub format: i32,
+}
+
+impl DeviceMatrix {
+    pub fn tiles(&self) -> usize {
+        self.rows as usize / TILE
+    }
+
+    pub fn units(&self) -> usize {
+        (self.columns as usize).div_ceil(UNIT)
+    }
+
+    /// Bytes that a step reads of it.
+    pub fn bytes(&self) -> usize {
+        let format = match self.format {
+            0 => Format::F16,
+            1 => Format::Fp8,
+            _ => Format::Nvfp4,
+        };
+        self.tiles() * self.units() * (format.unit_codes() + format.unit_scales())
+    }
+}
+
+/// NVFP4's scales of gate and up in an interleaved matrix.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[repr(C)]
+pub struct Globals {
+    pub gate: f32,
+    pub up: f32,
+}
+
+/// formats.cuh has a matrix as it is stored; repack.cu, `Stored`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Stored {
+    pub codes: [u64; 2],
+    pub scales: [u64; 2],
+    pub rows: i32,
+    pub columns: i32,
+    pub interleaved: i32,
+    pub from_bf16: i32,
+}
+
+/// project_latents.cu, `Segments`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Segments(pub [DeviceMatrix; 4]);
+
+/// project_latents.cu, `LatentLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct LatentLayout {
+    pub width: i32,
+    pub splits: i32,
+    pub q_rank: i32,
+    pub kv_at: i32,
+    pub kv_rank: i32,
+    pub rope: i32,
+    pub key_at: i32,
+    pub dim: i32,
+    pub weights_at: i32,
+    pub heads: i32,
+    pub context: i32,
+    pub eps: f32,
+    pub key_eps: f32,
+    pub weight_scale: f32,
+}
+
+/// project_queries.cu, `QueryLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct QueryLayout {
+    pub q_rank: i32,
+    pub nope: i32,
+    pub rope: i32,
+    pub heads: i32,
+    pub kv_rank: i32,
+    pub index_heads: i32,
+    pub index_dim: i32,
+}
+
+/// attend.cu, `AttendLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct AttendLayout {
+    pub heads: i32,
+    pub kv_rank: i32,
+    pub rope: i32,
+    pub context: i32,
+    pub top_k: i32,
+    pub splits: i32,
+    pub scale: f32,
+}
+
+/// routing.cuh, `RouteLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct RouteLayout {
+    pub experts: i32,
+    pub used: i32,
+    pub splits: i32,
+    pub renormalise: i32,
+    pub scaling: f32,
+}
+
+/// expert_gate_up.cu, `Experts`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct GateUpExperts {
+    pub first: DeviceMatrix,
+    pub gate_globals: u64,
+    pub up_globals: u64,
+}
+
+/// expert_gate_up.cu, `SharedSums`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct SharedSums {
+    pub sums: u64,
+    pub pitch: i32,
+    pub width: i32,
+    pub globals: Globals,
+}
+
+/// expert_down.cu, `DownExperts`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct DownExperts {
+    pub first: DeviceMatrix,
+    pub globals: u64,
+}

@@ -1,0 +1,183 @@
+//! One rank on one device: its weights, caches, buffers and kernels.
+
+use std::sync::Arc;
+
+use super::kernel_set::KernelSet;
+use super::layout::{MAX_EXPERTS, MAX_HIDDEN, MAX_LATENT, MAX_SPLITS_OF_LIST, MAX_USED, SPLIT};
+use super::places::Places;
+use super::plan::{Buffers, MemoryPlan, Sizes};
+use super::upload::Uploader;
+use super::weights::DeviceWeights;
+use super::{Device, DeviceMemory, Stream};
+use crate::error::{Error, Result};
+use crate::model::{MlpParams, ModelConfig, ModelParams};
+
+/// Settings that a rank is built for.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaOptions {
+    /// The device.
+    pub device: usize,
+    /// Tokens a sequence may have.
+    pub context: usize,
+    /// Sequences that may exist at a time.
+    pub parallel: usize,
+    /// Ids from here on are never an arg-max.
+    pub vocab_limit: usize,
+    /// Which rank of how many.
+    pub rank: usize,
+    /// Ranks that share the model.
+    pub ranks: usize,
+}
+
+/// One rank.
+pub struct CudaRank {
+    pub(super) config: Arc<ModelConfig>,
+    pub(super) sizes: Sizes,
+    pub(super) kernels: KernelSet,
+    pub(super) weights: DeviceWeights,
+    pub(super) buffers: Buffers,
+    /// Ids of this rank's part of the vocabulary that are real.
+    pub(super) vocab_limit: usize,
+    pub(super) plan: MemoryPlan,
+    pub(super) stream: Stream,
+    pub(super) device: Arc<Device>,
+    /// All of the above lies in it.
+    _memory: DeviceMemory,
+}
+
+impl CudaRank {
+    /// Loads a rank; `progress` is told of (bytes of weights placed since the last call, all of them).
+    ///
+    /// # Errors
+    /// Input error if the model has a shape that the kernels do not take or does not fit.
+    pub fn load(
+        config: &Arc<ModelConfig>,
+        params: &ModelParams,
+        options: &CudaOptions,
+        progress: &dyn Fn(usize, usize),
+    ) -> Result<Self> {
+        check_shape(config)?;
+        let device = Device::open(options.device)?;
+        let sizes = sizes(config, params, options);
+        let mut counted = Places::counting();
+        DeviceWeights::place(config, params, &mut counted, &mut |_| {})?;
+        let weights_bytes = counted.used();
+        Buffers::place(config, &sizes, &mut counted);
+        let plan = MemoryPlan {
+            weights: weights_bytes,
+            caches_and_buffers: counted.used() - weights_bytes,
+        };
+        let name = format!("GPU {} ({})", options.device, device.name());
+        plan.check(device.free_bytes()?, options.context, &name)?;
+
+        let kernels = KernelSet::load(&device, attend_shared(config))?;
+        let memory = DeviceMemory::alloc(&device, plan.total())?;
+        let mut places = Places::filling(memory.address(), Uploader::new(&device)?);
+        let weights = DeviceWeights::place(config, params, &mut places, &mut |bytes| {
+            progress(bytes, plan.weights);
+        })?;
+        let buffers = Buffers::place(config, &sizes, &mut places);
+        places.finish()?;
+
+        let stream = Stream::new(&device)?;
+        // Padding and unused entries are read by nothing that matters, but never as NaN.
+        let first = buffers.rows;
+        stream.fill(first, 0, plan.caches_and_buffers)?;
+        stream.upload(buffers.angles, &angles(config, options.context))?;
+        stream.synchronize()?;
+        let share = weights.vocabulary;
+        let vocab_limit = options.vocab_limit.saturating_sub(share * options.rank).min(share);
+        Ok(Self {
+            config: config.clone(),
+            sizes,
+            kernels,
+            weights,
+            buffers,
+            vocab_limit,
+            plan,
+            stream,
+            device,
+            _memory: memory,
+        })
+    }
+}
+
+/// Shared memory of `attend`: positions and queries, padded against bank conflicts.
+pub fn attend_shared(config: &ModelConfig) -> u32 {
+    ((SPLIT + 8) * (config.kv_lora_rank + config.qk_rope_head_dim + 8) * 2) as u32
+}
+
+fn sizes(config: &ModelConfig, params: &ModelParams, options: &CudaOptions) -> Sizes {
+    let mut sizes = Sizes {
+        heads: config.num_attention_heads / options.ranks,
+        vocabulary: params.lm_head.rows(),
+        dense_width: 0,
+        shared_width: 0,
+        expert_width: 0,
+        context: options.context,
+        parallel: options.parallel,
+    };
+    for layer in &params.layers {
+        match &layer.mlp {
+            MlpParams::Dense(dense) => sizes.dense_width = dense.gate_proj.rows(),
+            MlpParams::Moe(moe) => {
+                sizes.shared_width = moe.shared_experts.gate_proj.rows();
+                sizes.expert_width = moe.experts[0].gate_proj.rows();
+            }
+        }
+    }
+    sizes
+}
+
+/// (cos, sin) of every pair at every position, computed as the CPU backend does.
+fn angles(config: &ModelConfig, context: usize) -> Vec<u8> {
+    let width = config.qk_rope_head_dim;
+    let frequency = |pair: usize| 1.0 / config.rope_theta.powf((2 * pair) as f32 / width as f32);
+    let frequencies: Vec<f32> = (0..width / 2).map(frequency).collect();
+    let turns = (0..context).flat_map(|position| {
+        frequencies.iter().flat_map(move |frequency| {
+            let (sin, cos) = (position as f32 * frequency).sin_cos();
+            [cos, sin]
+        })
+    });
+    turns.flat_map(f32::to_ne_bytes).collect()
+}
+
+/// Refuses shapes that the kernels do not take.
+fn check_shape(config: &ModelConfig) -> Result<()> {
+    let multiples = [
+        ("hidden_size", config.hidden_size, 16),
+        ("q_lora_rank", config.q_lora_rank, 16),
+        ("kv_lora_rank", config.kv_lora_rank, 16),
+        ("qk_nope_head_dim", config.qk_nope_head_dim, 8),
+        ("qk_rope_head_dim", config.qk_rope_head_dim, 16),
+        ("v_head_dim", config.v_head_dim, 8),
+        ("index_n_heads", config.index_n_heads, 8),
+        ("index_head_dim", config.index_head_dim, 32),
+    ];
+    for (name, value, multiple) in multiples {
+        if !value.is_multiple_of(multiple) {
+            return Err(Error::input(format!(
+                "{name} {value}: the CUDA kernels need a multiple of {multiple}; use --backend cpu"
+            )));
+        }
+    }
+    let limits = [
+        ("hidden_size", config.hidden_size, MAX_HIDDEN),
+        ("n_routed_experts", config.n_routed_experts, MAX_EXPERTS),
+        ("num_experts_per_tok", config.num_experts_per_tok, MAX_USED),
+    ];
+    let limits = limits.into_iter().chain([
+        ("q_lora_rank", config.q_lora_rank, MAX_LATENT),
+        ("kv_lora_rank", config.kv_lora_rank, MAX_LATENT),
+        ("index_topk", config.index_topk, MAX_SPLITS_OF_LIST * SPLIT),
+    ]);
+    for (name, value, limit) in limits {
+        if value > limit {
+            return Err(Error::input(format!(
+                "{name} {value}: the CUDA kernels take at most {limit}; use --backend cpu"
+            )));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,496 @@
+//! The stages as launches: [`Recorder`] puts them into a stream in the order of
+//! `model::forward`, usually while a graph is being captured.
+
+use super::kernel_set::{DOWN_THREADS, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, down_shared};
+use super::layout::{
+    AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments, SharedSums, TILE,
+};
+use super::rank::{CudaRank, attend_shared};
+use super::weights::{DeviceLayer, DeviceMlp, DeviceMoe};
+use super::{Arg, Kernel, Launch};
+use crate::error::{Error, Result};
+use crate::model::{Norm, RowResult, Stages, Step};
+
+/// Epsilon of the indexer's k_norm, which is not `rms_norm_eps` (facts/glm5.md §3.2).
+const K_NORM_EPS: f32 = 1e-6;
+/// Positions that a block of `score_keys` takes.
+const SCORED: usize = 128;
+/// Warps that share a tile in `absorb_queries` and `project_values`.
+const ABSORB_WARPS: usize = 2;
+const VALUE_WARPS: usize = 4;
+
+/// Puts one step into the rank's stream.
+pub struct Recorder<'a> {
+    pub rank: &'a CudaRank,
+    /// Rows of the step, the ones that only fill it up included.
+    pub rows: usize,
+    /// Some row sees more than `index_topk` positions.
+    pub long: bool,
+    /// Whether any row wants a result.
+    pub with_head: bool,
+}
+
+fn int(value: usize) -> Arg<'static> {
+    Arg::from(value as i32)
+}
+
+impl Recorder<'_> {
+    /// A launch that may begin while the one before it ends.
+    fn launch(
+        &self,
+        kernel: &Kernel,
+        grid: [usize; 3],
+        block: u32,
+        shared_bytes: u32,
+        args: &[Arg],
+    ) -> Result<()> {
+        let launch =
+            Launch { grid: grid.map(|size| size as u32), block, shared_bytes, dependent: true };
+        self.rank.stream.launch(kernel, launch, args)
+    }
+
+    fn linear(&self, kernel: &Kernel, grid: [usize; 3], args: &[Arg]) -> Result<()> {
+        self.launch(kernel, grid, LINEAR_THREADS, LINEAR_SHARED, args)
+    }
+
+    fn layer(&self, layer: usize) -> &DeviceLayer {
+        &self.rank.weights.layers[layer]
+    }
+
+    fn moe(&self, layer: usize) -> &DeviceMoe {
+        match &self.layer(layer).mlp {
+            DeviceMlp::Moe(moe) => moe,
+            DeviceMlp::Dense { .. } => unreachable!("forward() routes only in MoE layers"),
+        }
+    }
+
+    fn query_layout(&self) -> QueryLayout {
+        let config = &self.rank.config;
+        QueryLayout {
+            q_rank: config.q_lora_rank as i32,
+            nope: config.qk_nope_head_dim as i32,
+            rope: config.qk_rope_head_dim as i32,
+            heads: self.rank.sizes.heads as i32,
+            kv_rank: config.kv_lora_rank as i32,
+            index_heads: config.index_n_heads as i32,
+            index_dim: config.index_head_dim as i32,
+        }
+    }
+
+    fn attend_layout(&self) -> AttendLayout {
+        let config = &self.rank.config;
+        AttendLayout {
+            heads: self.rank.sizes.heads as i32,
+            kv_rank: config.kv_lora_rank as i32,
+            rope: config.qk_rope_head_dim as i32,
+            context: self.rank.sizes.context as i32,
+            top_k: config.index_topk as i32,
+            splits: self.rank.buffers.attend_splits as i32,
+            scale: ((config.qk_nope_head_dim + config.qk_rope_head_dim) as f32).powf(-0.5),
+        }
+    }
+
+    fn route_layout(&self) -> RouteLayout {
+        let config = &self.rank.config;
+        RouteLayout {
+            experts: config.n_routed_experts as i32,
+            used: config.num_experts_per_tok as i32,
+            splits: self.rank.buffers.route_splits as i32,
+            renormalise: i32::from(config.norm_topk_prob),
+            scaling: config.routed_scaling_factor,
+        }
+    }
+
+    /// A matrix times `x` into the partial sum.
+    fn into_partial(&self, matrix: &DeviceMatrix, x: u64) -> Result<()> {
+        self.linear(
+            self.rank.kernels.project_output.of(self.rows),
+            [matrix.tiles(), 1, 1],
+            &[
+                Arg::of(matrix),
+                x.into(),
+                self.rank.buffers.partial.into(),
+                int(self.rank.config.hidden_size),
+                int(self.rows),
+            ],
+        )
+    }
+}
+
+impl Stages for Recorder<'_> {
+    fn embed(&mut self, _step: &Step) -> Result<()> {
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let launch = Launch {
+            grid: [self.rows as u32, 1, 1],
+            block: 1024,
+            shared_bytes: 0,
+            // It follows the copy of the rows.
+            dependent: false,
+        };
+        rank.stream.launch(
+            &rank.kernels.embed,
+            launch,
+            &[
+                buffers.rows.into(),
+                rank.weights.embed_tokens.into(),
+                buffers.partial.into(),
+                buffers.residual.into(),
+                int(rank.config.hidden_size),
+            ],
+        )
+    }
+
+    fn reduce_norm(&mut self, norm: Norm) -> Result<()> {
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let gain = match norm {
+            Norm::Input(layer) => self.layer(layer).input_layernorm,
+            Norm::PostAttention(layer) => self.layer(layer).post_attention_layernorm,
+            Norm::Final => rank.weights.norm,
+            Norm::SharedHead => {
+                return Err(Error::runtime("the CUDA backend has no MTP layer"));
+            }
+        };
+        self.launch(
+            &rank.kernels.reduce_norm,
+            [self.rows, 1, 1],
+            1024,
+            0,
+            &[
+                buffers.partial.into(),
+                buffers.residual.into(),
+                gain.into(),
+                rank.config.rms_norm_eps.into(),
+                buffers.normed.into(),
+                int(rank.config.hidden_size),
+            ],
+        )
+    }
+
+    fn project_latents(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
+        let params = self.layer(layer);
+        let indexer = &params.indexer;
+        let parts = [params.q_a_proj, params.kv_a_proj_with_mqa, indexer.wk, indexer.weights_proj];
+        let heights = parts.map(|part| part.rows as usize);
+        let width: usize = heights.iter().sum();
+        let segments = Segments(parts);
+        self.linear(
+            rank.kernels.project_latents.of(self.rows),
+            [width / TILE, buffers.latent_splits, 1],
+            &[
+                Arg::of(&segments),
+                buffers.normed.into(),
+                int(config.hidden_size),
+                buffers.latents.into(),
+                int(width),
+                int(self.rows),
+            ],
+        )?;
+        let (heads, dim) = (config.index_n_heads, config.index_head_dim);
+        let layout = LatentLayout {
+            width: width as i32,
+            splits: buffers.latent_splits as i32,
+            q_rank: config.q_lora_rank as i32,
+            kv_at: heights[0] as i32,
+            kv_rank: config.kv_lora_rank as i32,
+            rope: config.qk_rope_head_dim as i32,
+            key_at: (heights[0] + heights[1]) as i32,
+            dim: if indexer.wk.rows > 0 { dim as i32 } else { 0 },
+            weights_at: (heights[0] + heights[1] + heights[2]) as i32,
+            heads: heads as i32,
+            context: rank.sizes.context as i32,
+            eps: config.latent_norm_eps,
+            key_eps: K_NORM_EPS,
+            weight_scale: (heads as f32).powf(-0.5) * (dim as f32).powf(-0.5),
+        };
+        let longest = config.q_lora_rank.max(config.kv_lora_rank).max(dim);
+        self.launch(
+            &rank.kernels.norm_latents,
+            [self.rows, 3, 1],
+            512,
+            (longest * size_of::<f32>()) as u32,
+            &[
+                buffers.rows.into(),
+                buffers.latents.into(),
+                Arg::of(&layout),
+                params.q_a_layernorm.into(),
+                params.kv_a_layernorm.into(),
+                indexer.k_norm_weight.into(),
+                indexer.k_norm_bias.into(),
+                buffers.angles.into(),
+                buffers.query_latents.into(),
+                buffers.latent_caches[layer].into(),
+                buffers.key_caches[layer].into(),
+                buffers.index_weights.into(),
+            ],
+        )
+    }
+
+    fn project_queries(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let params = self.layer(layer);
+        let layout = self.query_layout();
+        // Scores are needed only where a row cannot attend to all it sees.
+        let scored = if self.long { params.indexer.wq_b.tiles() } else { 0 };
+        self.linear(
+            rank.kernels.project_queries.of(self.rows),
+            [params.q_b_proj.tiles() + scored, 1, 1],
+            &[
+                buffers.rows.into(),
+                Arg::of(&params.q_b_proj),
+                Arg::of(&params.indexer.wq_b),
+                Arg::of(&layout),
+                buffers.query_latents.into(),
+                buffers.angles.into(),
+                buffers.without_rope.into(),
+                buffers.queries.into(),
+                buffers.index_queries.into(),
+                int(self.rows),
+            ],
+        )?;
+        let tiles = params.w_uk.tiles() / rank.sizes.heads;
+        self.linear(
+            rank.kernels.absorb_queries.of(self.rows),
+            [tiles.div_ceil(LINEAR_WARPS / ABSORB_WARPS), rank.sizes.heads, 1],
+            &[
+                Arg::of(&params.w_uk),
+                Arg::of(&layout),
+                buffers.without_rope.into(),
+                buffers.queries.into(),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn score_keys(&mut self, layer: usize) -> Result<()> {
+        if !self.long {
+            return Ok(());
+        }
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
+        self.launch(
+            &rank.kernels.score_keys,
+            [rank.sizes.context.div_ceil(SCORED), self.rows, 1],
+            128,
+            0,
+            &[
+                buffers.rows.into(),
+                buffers.index_queries.into(),
+                buffers.index_weights.into(),
+                buffers.key_caches[layer].into(),
+                buffers.scores.into(),
+                int(rank.sizes.context),
+                int(config.index_n_heads),
+                int(config.index_head_dim),
+                int(rank.sizes.context),
+                int(config.index_topk),
+            ],
+        )
+    }
+
+    fn select_keys(&mut self, _layer: usize) -> Result<()> {
+        if !self.long {
+            return Ok(());
+        }
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        self.launch(
+            &rank.kernels.select_keys,
+            [self.rows, 1, 1],
+            1024,
+            0,
+            &[
+                buffers.rows.into(),
+                buffers.scores.into(),
+                int(rank.sizes.context),
+                buffers.selected.into(),
+                int(rank.config.index_topk),
+            ],
+        )
+    }
+
+    fn attend(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let layout = self.attend_layout();
+        self.launch(
+            &rank.kernels.attend,
+            [buffers.attend_splits, self.rows, rank.sizes.heads.div_ceil(8)],
+            256,
+            attend_shared(&rank.config),
+            &[
+                buffers.rows.into(),
+                Arg::of(&layout),
+                buffers.queries.into(),
+                buffers.latent_caches[layer].into(),
+                buffers.selected.into(),
+                buffers.parts.into(),
+                buffers.bounds.into(),
+            ],
+        )
+    }
+
+    fn project_values(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
+        let layout = self.attend_layout();
+        self.launch(
+            &rank.kernels.merge_splits,
+            [rank.sizes.heads, self.rows, config.kv_lora_rank.div_ceil(128)],
+            128,
+            0,
+            &[
+                buffers.rows.into(),
+                Arg::of(&layout),
+                buffers.parts.into(),
+                buffers.bounds.into(),
+                buffers.attended.into(),
+            ],
+        )?;
+        let w_uv = &self.layer(layer).w_uv;
+        let tiles = w_uv.tiles() / rank.sizes.heads;
+        self.linear(
+            rank.kernels.project_values.of(self.rows),
+            [tiles.div_ceil(LINEAR_WARPS / VALUE_WARPS), rank.sizes.heads, 1],
+            &[
+                Arg::of(w_uv),
+                buffers.attended.into(),
+                buffers.values.into(),
+                int(rank.sizes.heads),
+                int(config.v_head_dim),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn project_output(&mut self, layer: usize) -> Result<()> {
+        self.into_partial(&self.layer(layer).o_proj, self.rank.buffers.values)
+    }
+
+    fn route(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
+        let moe = self.moe(layer);
+        self.linear(
+            rank.kernels.route.of(self.rows),
+            [moe.router.tiles() + moe.shared_gate_up.tiles(), buffers.route_splits, 1],
+            &[
+                Arg::of(&moe.router),
+                Arg::of(&moe.shared_gate_up),
+                buffers.normed.into(),
+                int(config.hidden_size),
+                buffers.router_logits.into(),
+                int(config.n_routed_experts),
+                buffers.shared_sums.into(),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn expert_gate_up(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let moe = self.moe(layer);
+        let layout = self.route_layout();
+        let sums = SharedSums {
+            sums: buffers.shared_sums,
+            pitch: moe.shared_gate_up.rows,
+            width: moe.shared_width as i32,
+            globals: moe.shared_globals,
+        };
+        let kernel = rank.kernels.expert_gate_up.of(self.rows);
+        let used = (self.rows * layout.used as usize).min(layout.experts as usize);
+        let at_once =
+            kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();
+        let blocks = (used * moe.gate_up.first.tiles()).min(at_once as usize);
+        self.linear(
+            kernel,
+            [blocks, 1, 1],
+            &[
+                Arg::of(&moe.gate_up),
+                Arg::of(&layout),
+                Arg::of(&sums),
+                buffers.router_logits.into(),
+                moe.bias.into(),
+                buffers.normed.into(),
+                buffers.uses.into(),
+                buffers.activations.into(),
+                buffers.mlp_activations.into(),
+                int(moe.width),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn expert_down(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
+        let moe = self.moe(layer);
+        let layout = self.route_layout();
+        self.launch(
+            rank.kernels.expert_down.of(self.rows),
+            [moe.down.first.tiles(), 1, 1],
+            DOWN_THREADS,
+            down_shared(layout.used as usize, self.rows),
+            &[
+                Arg::of(&moe.down),
+                Arg::of(&moe.shared_down),
+                Arg::of(&layout),
+                buffers.uses.into(),
+                buffers.activations.into(),
+                buffers.mlp_activations.into(),
+                buffers.partial.into(),
+                int(config.hidden_size),
+                int(moe.width),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn dense_gate_up(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let DeviceMlp::Dense { gate_up, globals, width, .. } = &self.layer(layer).mlp else {
+            unreachable!("forward() runs dense stages only in dense layers");
+        };
+        self.linear(
+            rank.kernels.dense_gate_up.of(self.rows),
+            [gate_up.tiles(), 1, 1],
+            &[
+                Arg::of(gate_up),
+                Arg::of(globals),
+                buffers.normed.into(),
+                buffers.mlp_activations.into(),
+                int(*width),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn dense_down(&mut self, layer: usize) -> Result<()> {
+        let DeviceMlp::Dense { down, .. } = &self.layer(layer).mlp else {
+            unreachable!("forward() runs dense stages only in dense layers");
+        };
+        self.into_partial(down, self.rank.buffers.mlp_activations)
+    }
+
+    /// The results lie in the buffers; the backend reads them after the step.
+    fn head(&mut self) -> Result<Vec<RowResult>> {
+        if !self.with_head {
+            return Ok(Vec::new());
+        }
+        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let (lm_head, vocabulary) = (&rank.weights.lm_head, rank.weights.vocabulary);
+        self.linear(
+            rank.kernels.head.of(self.rows),
+            [lm_head.tiles(), 1, 1],
+            &[
+                Arg::of(lm_head),
+                buffers.normed.into(),
+                buffers.logits.into(),
+                int(vocabulary),
+                int(self.rows),
+            ],
+        )?;
+        self.launch(
+            &rank.kernels.argmax,
+            [self.rows, 1, 1],
+            1024,
+            0,
+            &[buffers.logits.into(), int(vocabulary), int(rank.vocab_limit), buffers.best.into()],
+        )?;
+        Ok(Vec::new())
+    }
+}
