@@ -17,176 +17,244 @@ struct DownExperts {
     const float* globals;
 };
 
-// terms: [used + SHARED_WARPS][rows][16].
+// Tiles that a block owns.
+constexpr int DOWN_TILES = 2;
+constexpr int DOWN_ROWS = DOWN_TILES * TILE;
+
+// A warp's units: for each of its experts, the units of each of the block's tiles.
+template <int format>
+struct ExpertUnits {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    const Matrix* first;
+    const Routing* routing;
+    // The next place in the list of experts, and the unit within the block's tiles.
+    int at, unit;
+
+    __device__ void locate(int tile) {
+        const size_t of_expert = static_cast<size_t>(first->tiles()) * first->units();
+        const size_t before = routing->list[min(at, routing->count - 1)] * of_expert +
+                              static_cast<size_t>(tile) * first->units() + unit;
+        codes = first->codes + before * SLOTS<format> * SLOT_CODES;
+        scales = first->scales + before * SCALES<format>;
+    }
+
+    __device__ void advance() {
+        if (++unit == DOWN_TILES * first->units()) {
+            unit = 0;
+            at += EXPERT_WARPS;
+        }
+        locate(blockIdx.x * DOWN_TILES);
+    }
+};
+
+// terms: [used + SHARED_WARPS][8 NB][DOWN_ROWS]. Stores a tile's results at `term`.
+template <int NB, class Scale>
+__device__ __forceinline__ void store_term(
+    float* terms, int tile, float (&acc)[NB][4], Scale scale_and_place
+) {
+    const int g = threadIdx.x % WARP / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = n * 8 + 2 * q + i % 2;
+            float scale;
+            const int place = scale_and_place(row, scale);
+            if (place >= 0) {
+                terms[(place * NB * 8 + row) * DOWN_ROWS + tile * TILE + g + i / 2 * 8] =
+                    acc[n][i] * scale;
+            }
+            acc[n][i] = 0;
+        }
+    }
+}
+
 template <int NB, int format>
 __device__ __forceinline__ void run_experts(
-    const DownExperts& experts, const Routing& routing, const float* scales,
-    const half* activations, int used, int width, int count, uint8_t* shared, float* terms
+    const DownExperts& experts, const Routing& routing, const half* activations, int used,
+    int width, int count, uint8_t* shared, float* terms
 ) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;
-    const int units = w.units(), tile = blockIdx.x;
-    const int mine = warp < routing.count ? (routing.count - warp + EXPERT_WARPS - 1) / EXPERT_WARPS : 0;
-    const Ring<format, DOWN_RING> ring(shared);
-    const size_t of_expert = static_cast<size_t>(w.tiles()) * units;
-    const auto address = [&](int u) {
-        const int expert = routing.list[warp + u / units * EXPERT_WARPS];
-        const size_t unit = expert * of_expert + static_cast<size_t>(tile) * units + u % units;
-        return Unit{w.codes + unit * SLOTS<format> * SLOT_CODES, w.scales + unit * SCALES<format>};
-    };
-    ring.start(mine * units, address);
+    const int units = w.units(), of_item = DOWN_TILES * units;
+    if (warp >= routing.count) return;
+    const int items = (routing.count - warp + EXPERT_WARPS - 1) / EXPERT_WARPS;
+    ExpertUnits<format> source = {nullptr, nullptr, &w, &routing, warp, 0};
+    source.locate(blockIdx.x * DOWN_TILES);
+    Ring<format, DOWN_RING, ExpertUnits<format>> ring(shared, source, items * of_item);
+    int expert = 0, unit = 0, at = warp;
+    float global = 0;
     float acc[NB][4] = {};
+    int next_unit = 0, next_at = warp;
     ring.run(
-        mine * units, address,
-        [&](int u, Vectors<NB>& part) {
-            const int expert = routing.list[warp + u / units * EXPERT_WARPS];
-            const half* vector[NB];
+        items * of_item,
+        [&](int, const half*(&next)[NB]) {
+            const int of = routing.list[next_at];
 #pragma unroll
             for (int n = 0; n < NB; n++) {
-                const int row = n * 8 + g;
-                const int place = row < count ? routing.place[row][expert] : -1;
-                vector[n] = place < 0 ? nullptr
-                                      : activations + (static_cast<size_t>(row) * used + place) * width;
+                const int row = min(n * 8 + g, count - 1);
+                const int place = max(routing.place[row][of], 0);
+                next[n] = activations + (static_cast<size_t>(row) * used + place) * width +
+                          next_unit % units * UNIT;
             }
-            const int column = u % units * UNIT;
-            load_vectors<NB>(part, vector, column, width - column);
+            if (++next_unit == of_item) next_unit = 0, next_at += EXPERT_WARPS;
+        },
+        [&](int u) {
+            const size_t of_expert = static_cast<size_t>(w.tiles()) * units;
+            const size_t before = routing.list[warp + u / of_item * EXPERT_WARPS] * of_expert +
+                                  static_cast<size_t>(blockIdx.x) * of_item + u % of_item;
+            return __ldg(reinterpret_cast<const float2*>(w.scales + before * FP8_SCALES));
         },
         acc,
-        [&](int u, float(&acc)[NB][4]) {
-            if (u % units != units - 1) return;
-            const int at = warp + u / units * EXPERT_WARPS, expert = routing.list[at];
-            const float scale = scales[at] * DECODED_SCALE<format>;
-            const int q = threadIdx.x % 4;
-#pragma unroll
-            for (int n = 0; n < NB; n++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int row = n * 8 + 2 * q + i % 2;
-                    const int place = row < count ? routing.place[row][expert] : -1;
-                    if (place >= 0) {
-                        terms[(place * NB * 8 + row) * TILE + g + i / 2 * 8] =
-                            acc[n][i] * scale * routing.uses[row][place].weight;
-                    }
-                    acc[n][i] = 0;
-                }
+        [&](int, float(&acc)[NB][4]) {
+            if (unit == 0) {
+                expert = routing.list[at];
+                global = __ldg(experts.globals + expert) * DECODED_SCALE<format>;
             }
+            if (unit % units == units - 1) {
+                store_term<NB>(terms, unit / units, acc, [&](int row, float& scale) {
+                    const int place = row < count ? routing.place[row][expert] : -1;
+                    scale = place < 0 ? 0 : global * routing.uses[row][place].weight;
+                    return place;
+                });
+            }
+            if (++unit == of_item) unit = 0, at += EXPERT_WARPS;
         }
     );
 }
 
-// The shared expert's units are dealt out to SHARED_WARPS; their rings are filled before the wait.
+// The shared expert: each of SHARED_WARPS takes an equal part of the columns of both tiles; its ring
+// is filled before the wait.
 template <int NB, int format>
 __device__ __forceinline__ void run_shared(
-    const Matrix& w, const half* x, int count, uint8_t* shared, float* terms
+    const Matrix& w, const half* x, int used, int count, uint8_t* shared, float* terms
 ) {
     const int warp = threadIdx.x / WARP - EXPERT_WARPS, g = threadIdx.x % WARP / 4;
-    const Share share(w.units(), 0, 1, warp, SHARED_WARPS);
-    const size_t before = static_cast<size_t>(blockIdx.x) * w.units() + share.first;
-    const uint8_t* codes = w.codes + before * SLOTS<format> * SLOT_CODES;
-    const uint8_t* scales = w.scales + before * SCALES<format>;
-    const auto address = [&](int u) {
-        const size_t unit = static_cast<size_t>(u) * SHARED_WARPS;
-        return Unit{codes + unit * SLOTS<format> * SLOT_CODES, scales + unit * SCALES<format>};
+    const int units = w.units();
+    const int first = units * warp / SHARED_WARPS, end = units * (warp + 1) / SHARED_WARPS;
+    // One run of units a tile; the second begins where the first tile's row of units ends.
+    struct Source {
+        const uint8_t* codes;
+        const uint8_t* scales;
+        int unit, first, end, units;
+
+        __device__ void advance() {
+            const int step = ++unit == end ? units - (end - first) + 1 : 1;
+            if (unit == end) unit = first;
+            codes += static_cast<size_t>(step) * SLOTS<format> * SLOT_CODES;
+            scales += static_cast<size_t>(step) * SCALES<format>;
+        }
     };
-    const Ring<format, DOWN_RING> ring(shared);
-    ring.start(share.count, address);
+    const size_t before = static_cast<size_t>(blockIdx.x) * DOWN_TILES * units + first;
+    const Source source = {
+        w.codes + before * SLOTS<format> * SLOT_CODES, w.scales + before * SCALES<format>, first,
+        first, end, units
+    };
+    const int each = end - first;
+    Ring<format, DOWN_RING, Source> ring(shared, source, DOWN_TILES * each);
     wait_for_producer();
     const half* vector[NB];
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-        const int row = n * 8 + g;
-        vector[n] = row < count ? x + static_cast<size_t>(row) * w.columns : nullptr;
+        vector[n] = x + static_cast<size_t>(min(n * 8 + g, count - 1)) * w.columns + first * UNIT;
     }
+    const auto put = [&](int tile, float(&acc)[NB][4]) {
+        store_term<NB>(terms, tile, acc, [&](int, float& scale) {
+            scale = w.global * DECODED_SCALE<format>;
+            return used + warp;
+        });
+    };
     float acc[NB][4] = {};
-    ring.run(
-        share.count, address,
-        [&](int u, Vectors<NB>& part) {
-            const int column = (share.first + u * SHARED_WARPS) * UNIT;
-            load_vectors<NB>(part, vector, column, w.columns - column);
-        },
-        acc, [](int, float(&)[NB][4]) {}
-    );
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc[n][i] *= w.global * DECODED_SCALE<format>;
+    if (each == 0) {
+        for (int tile = 0; tile < DOWN_TILES; tile++) put(tile, acc);
     }
-    store_tile<NB>(terms + warp * NB * 8 * TILE, acc);
+    ring.run(
+        DOWN_TILES * each,
+        [&](int u, const half*(&next)[NB]) {
+#pragma unroll
+            for (int n = 0; n < NB; n++) next[n] = vector[n] + u % each * UNIT;
+        },
+        [&](int u) {
+            const size_t unit = before + static_cast<size_t>(u / each) * units + u % each;
+            return __ldg(reinterpret_cast<const float2*>(w.scales + unit * FP8_SCALES));
+        },
+        acc,
+        [&](int u, float(&acc)[NB][4]) {
+            if (u % each == each - 1) put(u / each, acc);
+        }
+    );
 }
 
-// grid: tiles of the hidden dimensions. partial: [MAX_ROWS][hidden].
-// Shared: the rings, then terms [used + SHARED_WARPS][8 NB][16].
+// grid: tiles of the hidden dimensions / DOWN_TILES. partial: [MAX_ROWS][hidden].
+// Shared: the rings, then terms [used + SHARED_WARPS][8 NB][DOWN_ROWS].
 template <int NB>
 __device__ __forceinline__ void down(
-    const DownExperts& experts, const Matrix& shared_down, const RouteLayout& l, const Use* uses,
+    const DownExperts& experts, const Matrix& shared_down, const Routing* all, int used,
     const half* activations, const half* shared_activations, float* partial, int hidden, int width,
     int count
 ) {
     release_consumer();
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Routing routing;
-    __shared__ float scales[MAX_EXPERTS];
     float* terms = reinterpret_cast<float*>(shared + DOWN_WARPS * DOWN_RING * SLOT);
-    float* shared_terms = terms + l.used * NB * 8 * TILE;
     if (threadIdx.x / WARP >= EXPERT_WARPS) {
         switch (shared_down.format) {
             case F16:
-                run_shared<NB, F16>(shared_down, shared_activations, count, shared, shared_terms);
+                run_shared<NB, F16>(shared_down, shared_activations, used, count, shared, terms);
                 break;
             case FP8:
-                run_shared<NB, FP8>(shared_down, shared_activations, count, shared, shared_terms);
+                run_shared<NB, FP8>(shared_down, shared_activations, used, count, shared, terms);
                 break;
             default:
-                run_shared<NB, NVFP4>(shared_down, shared_activations, count, shared, shared_terms);
+                run_shared<NB, NVFP4>(shared_down, shared_activations, used, count, shared, terms);
         }
     } else {
         wait_for_producer();
     }
-    for (int i = threadIdx.x; i < count * l.used; i += blockDim.x) {
-        routing.uses[i / l.used][i % l.used] = uses[i];
-    }
-    list_experts(routing, count, l);
-    for (int i = threadIdx.x; i < routing.count; i += blockDim.x) {
-        scales[i] = experts.globals[routing.list[i]];
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Routing) / 16); i += blockDim.x) {
+        reinterpret_cast<uint4*>(&routing)[i] = reinterpret_cast<const uint4*>(all)[i];
     }
     __syncthreads();
     if (threadIdx.x / WARP < EXPERT_WARPS) {
         switch (experts.first.format) {
             case F16:
-                run_experts<NB, F16>(experts, routing, scales, activations, l.used, width, count, shared, terms);
+                run_experts<NB, F16>(experts, routing, activations, used, width, count, shared, terms);
                 break;
             case FP8:
-                run_experts<NB, FP8>(experts, routing, scales, activations, l.used, width, count, shared, terms);
+                run_experts<NB, FP8>(experts, routing, activations, used, width, count, shared, terms);
                 break;
             default:
-                run_experts<NB, NVFP4>(experts, routing, scales, activations, l.used, width, count, shared, terms);
+                run_experts<NB, NVFP4>(experts, routing, activations, used, width, count, shared, terms);
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count * TILE; i += blockDim.x) {
-        const int row = i / TILE, r = i % TILE, at = blockIdx.x * TILE + r;
+    for (int i = threadIdx.x; i < count * DOWN_ROWS; i += blockDim.x) {
+        const int row = i / DOWN_ROWS, r = i % DOWN_ROWS, at = blockIdx.x * DOWN_ROWS + r;
         if (at >= hidden) continue;
+        // The shared expert first, then the row's experts in the order of its list.
+        const auto term = [&](int k) { return terms[(k * NB * 8 + row) * DOWN_ROWS + r]; };
         float sum = 0;
-        for (int k = 0; k < SHARED_WARPS; k++) sum += shared_terms[(k * NB * 8 + row) * TILE + r];
-        for (int k = 0; k < l.used; k++) sum += terms[(k * NB * 8 + row) * TILE + r];
+        for (int k = 0; k < SHARED_WARPS; k++) sum += term(used + k);
+        for (int k = 0; k < used; k++) sum += term(k);
         partial[static_cast<size_t>(row) * hidden + at] = sum;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_8(
     const __grid_constant__ DownExperts experts, const __grid_constant__ Matrix shared_down,
-    const __grid_constant__ RouteLayout l, const Use* uses, const half* activations,
+    const Routing* routing, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count
 ) {
-    down<1>(experts, shared_down, l, uses, activations, shared_activations, partial, hidden, width,
-            count);
+    down<1>(experts, shared_down, routing, used, activations, shared_activations, partial, hidden,
+            width, count);
 }
 
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_16(
     const __grid_constant__ DownExperts experts, const __grid_constant__ Matrix shared_down,
-    const __grid_constant__ RouteLayout l, const Use* uses, const half* activations,
+    const Routing* routing, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count
 ) {
-    down<2>(experts, shared_down, l, uses, activations, shared_activations, partial, hidden, width,
-            count);
+    down<2>(experts, shared_down, routing, used, activations, shared_activations, partial, hidden,
+            width, count);
 }

@@ -5,7 +5,8 @@
 // 2 x 32 lanes x 16 bytes, and each lane gets its own operands. Lane (g, q) owns rows g and g + 8.
 // Within a block of 32 columns it owns columns 8q..8q+7, so that it reads its part of the vector as
 // 16 consecutive bytes: the columns of a dot product may be permuted as long as both sides agree.
-// `repack.cu` writes this order.
+// `repack.cu` writes this order; columns 8q..8q+3 go to the block's first mma, the others to its
+// second.
 #pragma once
 
 #include "common.cuh"

@@ -69,13 +69,12 @@ extern "C" __global__ void repack_codes(
         uint32_t words[4] = {};
         int part, row;
         if (format == F16) {
-            const int k = unit * UNIT + slot * BLOCK + 8 * q;
-            if (stored_row(s, t, g + 8 * half, part, row)) {
-                for (int j = 0; j < 8; j++) {
-                    if (k + j < s.columns) {
-                        const size_t at = static_cast<size_t>(row) * s.columns + k + j;
-                        words[j / 2] |= f16_bits(s, part, at, overflow) << (j % 2 * 16);
-                    }
+            // Half h holds the operands of the block's h-th mma: two rows, two pairs of columns.
+            for (int j = 0; j < 8; j++) {
+                const int k = unit * UNIT + slot * BLOCK + 8 * q + 4 * half + j / 4 * 2 + j % 2;
+                if (stored_row(s, t, g + j / 2 % 2 * 8, part, row) && k < s.columns) {
+                    const size_t at = static_cast<size_t>(row) * s.columns + k;
+                    words[j / 2] |= f16_bits(s, part, at, overflow) << (j % 2 * 16);
                 }
             }
         } else if (format == FP8) {

@@ -24,14 +24,16 @@ struct RouteLayout {
     float scaling;
 };
 
-// The experts of all rows: `list` in rising order, `place[row][expert]` where the row's own list
-// has it, -1 where it does not.
-struct Routing {
+// The experts of all rows, as `route` leaves them: `list` in rising order, `place[row][expert]` where
+// the row's own list has it, -1 where it does not.
+struct __align__(16) Routing {
     int count;
-    short list[MAX_EXPERTS];
+    // Blocks of `route` that are done; 0 between steps.
+    int arrived;
+    int list[MAX_EXPERTS];
     signed char place[MAX_ROWS][MAX_EXPERTS];
-    unsigned used[MAX_EXPERTS / WARP];
     Use uses[MAX_ROWS][MAX_USED];
+    unsigned used[MAX_EXPERTS / WARP];
 };
 
 // All threads: a row's probabilities, p = sigmoid(logit), and its choices, p + bias, as unsigned
@@ -121,7 +123,7 @@ __device__ __forceinline__ void list_experts(Routing& routing, int rows, const R
         if (group & bit) {
             int rank = __popc(group & (bit - 1));
             for (int i = 0; i < expert / WARP; i++) rank += __popc(routing.used[i]);
-            routing.list[rank] = static_cast<short>(expert);
+            routing.list[rank] = expert;
         }
     }
     if (threadIdx.x == 0) {

@@ -12,180 +12,195 @@
 // H200's multiprocessor and one fits the 99 KiB of a Blackwell card.
 constexpr int RING = 6;
 
-// Where a unit's weights are.
-struct Unit {
-    const uint8_t* codes;
-    const uint8_t* scales;
-};
-
 // A lane's part of a unit's vectors: columns 8q..8q+7 of each of its 4 blocks, for the vectors g
 // and g + 8.
-template <int blocks_of_8>
+template <int NB>
 struct Vectors {
-    uint4 part[blocks_of_8][4];
+    uint4 part[NB][4];
+    // Where the next unit's part lies. There is always something to load: a vector that is not there
+    // may be any other, as its results are not kept, and what lies behind a vector's end meets
+    // weights of zero.
+    const half* next[NB];
+
+    __device__ __forceinline__ void load(int block) {
+#pragma unroll
+        for (int n = 0; n < NB; n++) {
+            part[n][block] =
+                *reinterpret_cast<const uint4*>(next[n] + block * BLOCK + threadIdx.x % 4 * 8);
+        }
+    }
 };
 
-// Loads a lane's part; `vector[i]` is null where there is no such vector. `left` counts the columns
-// from the unit's first to the vector's end.
-template <int NB>
-__device__ __forceinline__ void load_vectors(
-    Vectors<NB>& x, const half* const (&vector)[NB], int column, int left
-) {
-    const int q = threadIdx.x % 4;
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
-#pragma unroll
-        for (int block = 0; block < 4; block++) {
-            const int at = block * BLOCK + 8 * q;
-            x.part[n][block] = make_uint4(0, 0, 0, 0);
-            if (vector[n] != nullptr && at < left) {
-                x.part[n][block] = *reinterpret_cast<const uint4*>(vector[n] + column + at);
-            }
-        }
-    }
-}
+// Units of one matrix at equal distances: what a warp of a linear kernel streams.
+template <int format>
+struct Strided {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    int step;
 
-// One warp's ring.
-template <int format, int DEPTH>
+    __device__ void advance() {
+        codes += static_cast<size_t>(step) * SLOTS<format> * SLOT_CODES;
+        scales += static_cast<size_t>(step) * SCALES<format>;
+    }
+};
+
+// One warp's ring. `Source` says where the next unit to copy lies: `codes`, `scales`, `advance()`.
+template <int format, int DEPTH, class Source>
 struct Ring {
-    uint32_t base;
-    int lane;
+    static constexpr int PARTS = SLOTS<format>;
 
-    __device__ Ring(uint8_t* shared)
-        : base(shared_address(shared + threadIdx.x / WARP * DEPTH * SLOT)),
-          lane(threadIdx.x % WARP) {}
+    // Shared address of this lane's part of the oldest slot, of the first one, and of the end.
+    uint32_t oldest, begin, end;
+    // Where its scales lie from there.
+    uint32_t to_scales;
+    Source source;
+    // Units that are still to be copied.
+    int left;
 
-    // Copies slot `n` of a list of `count` units; counts as a group even beyond the end.
-    template <class Address>
-    __device__ __forceinline__ void issue(int n, int count, Address address) const {
-        if (n < count * SLOTS<format>) {
-            const Unit unit = address(n / SLOTS<format>);
-            const uint32_t to = base + n % DEPTH * SLOT + lane * 16;
-            const uint8_t* from = unit.codes + n % SLOTS<format> * SLOT_CODES + lane * 16;
-            copy_async_16(to, from);
-            copy_async_16(to + SLOT_CODES / 2, from + SLOT_CODES / 2);
-            if (format == NVFP4) {
-                // Lanes 2i and 2i + 1 share the scales of their groups.
-                copy_async_8(base + n % DEPTH * SLOT + SLOT_CODES + lane * 8,
-                             unit.scales + lane / 2 * 8);
-            }
-        }
-        commit_copies();
-    }
-
-    // Fills the ring.
-    template <class Address>
-    __device__ __forceinline__ void start(int count, Address address) const {
+    // Fills the ring with the first of `count` units; slots beyond them count as copied.
+    __device__ __forceinline__ Ring(uint8_t* shared, const Source& source, int count)
+        : source(source), left(count) {
+        const int lane = threadIdx.x % WARP;
+        begin = shared_address(shared + threadIdx.x / WARP * DEPTH * SLOT) + lane * 16;
+        end = begin + DEPTH * SLOT;
+        to_scales = SLOT_CODES - lane * 8;
+        oldest = begin;
 #pragma unroll
-        for (int n = 0; n < DEPTH; n++) issue(n, count, address);
+        for (int n = 0; n < DEPTH; n++) copy(begin + n * SLOT, n % PARTS);
     }
 
-    __device__ __forceinline__ uint4 codes(int n, int half) const {
-        uint4 value;
-        const uint32_t at = base + n % DEPTH * SLOT + half * SLOT_CODES / 2 + lane * 16;
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "r"(at) : "memory");
-        return value;
-    }
-
-    __device__ __forceinline__ uint2 scales(int n) const {
-        uint2 value;
-        const uint32_t at = base + n % DEPTH * SLOT + SLOT_CODES + lane * 8;
-        asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
-                     : "=r"(value.x), "=r"(value.y) : "r"(at) : "memory");
-        return value;
-    }
-
-    // acc += the units' weights times the vectors, for a ring that was started with the same list.
-    // `vectors(u, x)` loads unit u's part of the vectors, `done(u, acc)` is called after it.
-    template <int NB, class Address, class Load, class Done>
+    // acc += the units' weights times the vectors. `where(u, next)` says where unit u's vectors lie,
+    // `done(u, acc)` is called after it. FP8's scales are read through `fp8_scale(u)`.
+    template <int NB, class Where, class Scale, class Done>
     __device__ __forceinline__ void run(
-        int count, Address address, Load vectors, float (&acc)[NB][4], Done done
-    ) const {
-        Vectors<NB> x, next;
-        float2 scale = make_float2(1, 1), next_scale = scale;
-        if (count > 0) {
-            vectors(0, x);
-            if (format == FP8) scale = __ldg(reinterpret_cast<const float2*>(address(0).scales));
-        }
+        int count, Where where, Scale fp8_scale, float (&acc)[NB][4], Done done
+    ) {
+        if (count == 0) return;
+        Vectors<NB> x;
+        float2 scale = make_float2(1, 1);
+        where(0, x.next);
+        for (int block = 0; block < 4; block++) x.load(block);
+        if (format == FP8) scale = fp8_scale(0);
         for (int u = 0; u < count; u++) {
-            if (u + 1 < count) {
-                vectors(u + 1, next);
-                if (format == FP8) {
-                    next_scale = __ldg(reinterpret_cast<const float2*>(address(u + 1).scales));
-                }
+            const bool more = u + 1 < count;
+            float2 next_scale = scale;
+            if (more) {
+                where(u + 1, x.next);
+                if (format == FP8) next_scale = fp8_scale(u + 1);
             }
-            unit<NB>(u, count, address, x, scale, acc);
+            unit<NB>(x, more, scale, acc);
             done(u, acc);
-            x = next;
             scale = next_scale;
         }
     }
 
    private:
+    // Copies part `part` of the source's unit to the slot at `to`.
+    __device__ __forceinline__ void copy(uint32_t to, int part) {
+        if (left > 0) {
+            const int lane = threadIdx.x % WARP;
+            const uint8_t* from = source.codes + part * SLOT_CODES + lane * 16;
+            copy_async_16(to, from);
+            copy_async_16(to + SLOT_CODES / 2, from + SLOT_CODES / 2);
+            // Lanes 2i and 2i + 1 share the scales of their groups.
+            if (format == NVFP4) copy_async_8(to + to_scales, source.scales + lane / 2 * 8);
+        }
+        commit_copies();
+        if (part == PARTS - 1) {
+            source.advance();
+            left--;
+        }
+    }
+
+    // The next slot's codes, once they are there. The slot is free for `refill` then.
+    __device__ __forceinline__ void take(uint4& first, uint4& second, uint2& scales) {
+        wait_for_copies<DEPTH - 1>();
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(first.x), "=r"(first.y), "=r"(first.z), "=r"(first.w)
+                     : "r"(oldest) : "memory");
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(second.x), "=r"(second.y), "=r"(second.z), "=r"(second.w)
+                     : "r"(oldest + SLOT_CODES / 2) : "memory");
+        if (format == NVFP4) {
+            asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
+                         : "=r"(scales.x), "=r"(scales.y) : "r"(oldest + to_scales) : "memory");
+        }
+    }
+
+    // Copies the slot that is DEPTH behind part `part` to where that part was.
+    __device__ __forceinline__ void refill(int part) {
+        copy(oldest, (part + DEPTH) % PARTS);
+        oldest += SLOT;
+        if (oldest == end) oldest = begin;
+    }
+
     template <int NB>
     __device__ __forceinline__ static void block(
-        const uint32_t (&upper)[4], const uint32_t (&lower)[4], const Vectors<NB>& x, int block,
-        float (&acc)[NB][4]
+        const uint32_t (&a)[8], Vectors<NB>& x, bool more, int block, float (&even)[NB][4],
+        float (&odd)[NB][4]
     ) {
 #pragma unroll
         for (int n = 0; n < NB; n++) {
             const uint4 b = x.part[n][block];
-            mma(acc[n], upper[0], lower[0], upper[1], lower[1], b.x, b.y);
-            mma(acc[n], upper[2], lower[2], upper[3], lower[3], b.z, b.w);
+            mma(even[n], a[0], a[1], a[2], a[3], b.x, b.y);
+            mma(odd[n], a[4], a[5], a[6], a[7], b.z, b.w);
         }
+        // The next unit's part takes this one's place.
+        if (more) x.load(block);
     }
 
-    template <int NB, class Address>
+    // A unit: two sums run side by side, so that an mma need not wait for the one before it.
+    template <int NB>
     __device__ __forceinline__ void unit(
-        int u, int count, Address address, const Vectors<NB>& x, float2 scale, float (&acc)[NB][4]
-    ) const {
-        float sum[NB][4] = {};
+        Vectors<NB>& x, bool more, float2 scale, float (&acc)[NB][4]
+    ) {
+        float even[NB][4], odd[NB][4] = {};
 #pragma unroll
-        for (int part = 0; part < SLOTS<format>; part++) {
-            const int n = u * SLOTS<format> + part;
-            wait_for_copies<DEPTH - 1>();
-            const uint4 first = codes(n, 0), second = codes(n, 1);
-            uint32_t upper[4], lower[4];
+        for (int n = 0; n < NB; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) even[n][i] = format == FP8 ? 0 : acc[n][i];
+        }
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            uint4 first, second;
+            uint2 packed;
+            take(first, second, packed);
+            refill(part);
             if (format == F16) {
-                upper[0] = first.x, upper[1] = first.y, upper[2] = first.z, upper[3] = first.w;
-                lower[0] = second.x, lower[1] = second.y, lower[2] = second.z, lower[3] = second.w;
-                issue(n + DEPTH, count, address);
-                block<NB>(upper, lower, x, part, acc);
+                const uint32_t a[8] = {first.x,  first.y,  first.z,  first.w,
+                                       second.x, second.y, second.z, second.w};
+                block<NB>(a, x, more, part, even, odd);
             } else if (format == FP8) {
-                issue(n + DEPTH, count, address);
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const uint4 c = half == 0 ? first : second;
-                    decode_fp8(c.x, upper[0], upper[1]);
-                    decode_fp8(c.y, upper[2], upper[3]);
-                    decode_fp8(c.z, lower[0], lower[1]);
-                    decode_fp8(c.w, lower[2], lower[3]);
-                    block<NB>(upper, lower, x, part * 2 + half, sum);
+                for (int half_of = 0; half_of < 2; half_of++) {
+                    const uint4 c = half_of == 0 ? first : second;
+                    uint32_t a[8];
+                    decode_fp8(c.x, a[0], a[2]);
+                    decode_fp8(c.y, a[4], a[6]);
+                    decode_fp8(c.z, a[1], a[3]);
+                    decode_fp8(c.w, a[5], a[7]);
+                    block<NB>(a, x, more, part * 2 + half_of, even, odd);
                 }
             } else {
-                const uint2 packed = scales(n);
-                issue(n + DEPTH, count, address);
 #pragma unroll
                 for (int b = 0; b < 4; b++) {
                     const uint4 c = b < 2 ? first : second;
                     const uint32_t pair = (b < 2 ? packed.x : packed.y) >> (b % 2 * 16);
-                    const uint32_t upper_scale = nvfp4_scale(pair & 0xFF);
-                    const uint32_t lower_scale = nvfp4_scale(pair >> 8 & 0xFF);
-                    decode_nvfp4(b % 2 == 0 ? c.x : c.z, upper_scale, upper);
-                    decode_nvfp4(b % 2 == 0 ? c.y : c.w, lower_scale, lower);
-                    block<NB>(upper, lower, x, b, acc);
+                    uint32_t upper[4], lower[4];
+                    decode_nvfp4(b % 2 == 0 ? c.x : c.z, nvfp4_scale(pair & 0xFF), upper);
+                    decode_nvfp4(b % 2 == 0 ? c.y : c.w, nvfp4_scale(pair >> 8 & 0xFF), lower);
+                    const uint32_t a[8] = {upper[0], lower[0], upper[1], lower[1],
+                                           upper[2], lower[2], upper[3], lower[3]};
+                    block<NB>(a, x, more, b, even, odd);
                 }
             }
         }
-        if (format == FP8) {
 #pragma unroll
-            for (int n = 0; n < NB; n++) {
-                acc[n][0] += sum[n][0] * scale.x;
-                acc[n][1] += sum[n][1] * scale.x;
-                acc[n][2] += sum[n][2] * scale.y;
-                acc[n][3] += sum[n][3] * scale.y;
+        for (int n = 0; n < NB; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float sum = even[n][i] + odd[n][i];
+                acc[n][i] = format == FP8 ? acc[n][i] + sum * (i < 2 ? scale.x : scale.y) : sum;
             }
         }
     }
@@ -238,28 +253,28 @@ __device__ __forceinline__ void linear_in_format(
     Share share(w.units(), split, splits, warp % WK, WK);
     if (tile >= w.tiles()) share.count = 0;
     const size_t before = static_cast<size_t>(tile) * w.units() + share.first;
-    const uint8_t* codes = w.codes + before * SLOTS<format> * SLOT_CODES;
-    const uint8_t* scales = w.scales + before * SCALES<format>;
-    const auto address = [&](int u) {
-        const size_t unit = static_cast<size_t>(u) * share.step;
-        return Unit{codes + unit * SLOTS<format> * SLOT_CODES, scales + unit * SCALES<format>};
+    const Strided<format> source = {
+        w.codes + before * SLOTS<format> * SLOT_CODES, w.scales + before * SCALES<format>,
+        share.step
     };
-    const Ring<format, RING> ring(shared);
-    ring.start(share.count, address);
+    Ring<format, RING, Strided<format>> ring(shared, source, share.count);
     wait_for_producer();
 
     const half* vector[NB];
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-        const int row = n * 8 + g;
-        vector[n] = row < rows ? x + static_cast<size_t>(row) * stride : nullptr;
+        vector[n] = x + static_cast<size_t>(min(n * 8 + g, rows - 1)) * stride + share.first * UNIT;
     }
     float acc[NB][4] = {};
     ring.run(
-        share.count, address,
-        [&](int u, Vectors<NB>& part) {
-            const int column = (share.first + u * share.step) * UNIT;
-            load_vectors<NB>(part, vector, column, w.columns - column);
+        share.count,
+        [&](int u, const half*(&next)[NB]) {
+#pragma unroll
+            for (int n = 0; n < NB; n++) next[n] = vector[n] + u * share.step * UNIT;
+        },
+        [&](int u) {
+            return __ldg(reinterpret_cast<const float2*>(
+                source.scales + static_cast<size_t>(u) * share.step * FP8_SCALES));
         },
         acc, [](int, float(&)[NB][4]) {}
     );

@@ -18,6 +18,8 @@ const SLOT: u32 = 1024 + 256;
 pub const LINEAR_SHARED: u32 = LINEAR_WARPS as u32 * RING * SLOT;
 /// expert_down.cu: threads, and shared memory of the rings.
 pub const DOWN_THREADS: u32 = 10 * 32;
+/// Tiles of a block of it.
+pub const DOWN_TILES: usize = 2;
 pub const DOWN_RINGS: u32 = 10 * 4 * SLOT;
 
 /// The kernel of `stem`'s fatbin.
@@ -111,8 +113,8 @@ impl KernelSet {
 }
 
 /// Shared memory of `expert_down`: the rings, and the terms of `used` experts and of the shared
-/// one's two warps for 16 dimensions.
+/// one's two warps for a block's dimensions.
 pub fn down_shared(used: usize, rows: usize) -> u32 {
     let columns = if rows > 8 { 16 } else { 8 };
-    DOWN_RINGS + ((used + 2) * columns * 16 * size_of::<f32>()) as u32
+    DOWN_RINGS + ((used + 2) * columns * DOWN_TILES * 16 * size_of::<f32>()) as u32
 }

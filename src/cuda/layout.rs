@@ -20,6 +20,9 @@ pub const SPLIT: usize = 64;
 /// Experts that a layer can have, and that a row can use.
 pub const MAX_EXPERTS: usize = 256;
 pub const MAX_USED: usize = 16;
+/// Bytes of routing.cuh's `Routing`.
+pub const ROUTING_BYTES: usize =
+    8 + MAX_EXPERTS * 4 + MAX_ROWS * MAX_EXPERTS + MAX_ROWS * MAX_USED * 8 + MAX_EXPERTS / 8 + 8;
 /// Splits of a list that `merge_splits` takes.
 pub const MAX_SPLITS_OF_LIST: usize = 128;
 /// Largest rank that `norm_latents` takes.
@@ -189,11 +192,12 @@ pub struct GateUpExperts {
     pub up_globals: u64,
 }
 
-/// expert_gate_up.cu, `SharedSums`.
+/// route.cu, `SharedExpert`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub struct SharedSums {
+pub struct SharedExpert {
     pub sums: u64,
+    pub activations: u64,
     pub pitch: i32,
     pub width: i32,
     pub globals: Globals,

@@ -263,10 +263,10 @@ impl Bench {
             ("project_output", _) => layer.o_proj.bytes(),
             ("route", DeviceMlp::Moe(moe)) => moe.router.bytes() + moe.shared_gate_up.bytes(),
             ("expert_gate_up", DeviceMlp::Moe(moe)) => {
-                self.distinct_experts(rows)? * moe.gate_up.first.bytes()
+                self.distinct_experts()? * moe.gate_up.first.bytes()
             }
             ("expert_down", DeviceMlp::Moe(moe)) => {
-                self.distinct_experts(rows)? * moe.down.first.bytes() + moe.shared_down.bytes()
+                self.distinct_experts()? * moe.down.first.bytes() + moe.shared_down.bytes()
             }
             ("dense_gate_up", DeviceMlp::Dense { gate_up, .. }) => gate_up.bytes(),
             ("dense_down", DeviceMlp::Dense { down, .. }) => down.bytes(),
@@ -275,16 +275,10 @@ impl Bench {
         Ok(bytes)
     }
 
-    /// Experts that any of the rows uses, as `expert_gate_up` left them.
-    fn distinct_experts(&self, rows: usize) -> Result<usize> {
-        let mut bytes = vec![0; rows * self.rank.config.num_experts_per_tok * 8];
-        self.rank.stream.download(self.rank.buffers.uses, &mut bytes)?;
-        let experts: std::collections::BTreeSet<[u8; 4]> = bytes
-            .as_chunks::<8>()
-            .0
-            .iter()
-            .map(|use_| [use_[0], use_[1], use_[2], use_[3]])
-            .collect();
-        Ok(experts.len())
+    /// Experts that any of the rows uses, as `route` left them.
+    fn distinct_experts(&self) -> Result<usize> {
+        let mut count = [0; 4];
+        self.rank.stream.download(self.rank.buffers.routing, &mut count)?;
+        Ok(u32::from_ne_bytes(count) as usize)
     }
 }

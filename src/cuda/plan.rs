@@ -1,7 +1,7 @@
 //! What the device's memory is used for, summed before anything is allocated. Nothing is allocated
 //! after a load.
 
-use super::layout::{MAX_ROWS, SPLIT};
+use super::layout::{MAX_ROWS, ROUTING_BYTES, SPLIT, UNIT};
 use super::places::Places;
 use super::upload::STAGING_BYTES;
 use crate::error::{Error, Result};
@@ -56,7 +56,8 @@ pub struct Buffers {
     pub values: u64,
     pub router_logits: u64,
     pub shared_sums: u64,
-    pub uses: u64,
+    /// routing.cuh's `Routing`.
+    pub routing: u64,
     pub activations: u64,
     pub mlp_activations: u64,
     pub logits: u64,
@@ -99,7 +100,8 @@ impl Buffers {
         let route_splits = splits(route_rows / 16, units);
         let attend_splits = config.index_topk.min(sizes.context).div_ceil(SPLIT);
         let entries = sizes.parallel * sizes.context + 1;
-        let mut rows = |bytes: usize| places.take(MAX_ROWS * bytes);
+        // Kernels read a unit of columns at a time, also where a vector ends before.
+        let mut rows = |bytes: usize| places.take(MAX_ROWS * bytes + UNIT * BF16);
         let mlp_width = sizes.dense_width.max(sizes.shared_width);
         let mut buffers = Self {
             rows: rows(16),
@@ -120,7 +122,6 @@ impl Buffers {
             values: rows(sizes.heads * config.v_head_dim * BF16),
             router_logits: rows(route_splits * config.n_routed_experts * F32),
             shared_sums: rows(route_splits * 2 * sizes.shared_width.next_multiple_of(8) * F32),
-            uses: rows(config.num_experts_per_tok * 8),
             activations: rows(config.num_experts_per_tok * sizes.expert_width * BF16),
             mlp_activations: rows(mlp_width * BF16),
             logits: rows(sizes.vocabulary * F32),
@@ -130,6 +131,7 @@ impl Buffers {
             attend_splits,
             ..Self::default()
         };
+        buffers.routing = places.take(ROUTING_BYTES);
         buffers.angles = places.take(sizes.context * config.qk_rope_head_dim * F32);
         for shape in &config.layers[..config.num_hidden_layers] {
             buffers.latent_caches.push(places.take(entries * width * BF16));

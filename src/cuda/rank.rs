@@ -146,7 +146,7 @@ fn angles(config: &ModelConfig, context: usize) -> Vec<u8> {
 /// Refuses shapes that the kernels do not take.
 fn check_shape(config: &ModelConfig) -> Result<()> {
     let multiples = [
-        ("hidden_size", config.hidden_size, 16),
+        ("hidden_size", config.hidden_size, 32),
         ("q_lora_rank", config.q_lora_rank, 16),
         ("kv_lora_rank", config.kv_lora_rank, 16),
         ("qk_nope_head_dim", config.qk_nope_head_dim, 8),

@@ -1,9 +1,12 @@
 //! The stages as launches: [`Recorder`] puts them into a stream in the order of
 //! `model::forward`, usually while a graph is being captured.
 
-use super::kernel_set::{DOWN_THREADS, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, down_shared};
+use super::kernel_set::{
+    DOWN_THREADS, DOWN_TILES, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, down_shared,
+};
 use super::layout::{
-    AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments, SharedSums, TILE,
+    AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments, SharedExpert,
+    TILE,
 };
 use super::rank::{CudaRank, attend_shared};
 use super::weights::{DeviceLayer, DeviceMlp, DeviceMoe};
@@ -366,34 +369,37 @@ impl Stages for Recorder<'_> {
     fn route(&mut self, layer: usize) -> Result<()> {
         let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
         let moe = self.moe(layer);
+        let layout = self.route_layout();
+        let shared = SharedExpert {
+            sums: buffers.shared_sums,
+            activations: buffers.mlp_activations,
+            pitch: moe.shared_gate_up.rows,
+            width: moe.shared_width as i32,
+            globals: moe.shared_globals,
+        };
         self.linear(
             rank.kernels.route.of(self.rows),
             [moe.router.tiles() + moe.shared_gate_up.tiles(), buffers.route_splits, 1],
             &[
                 Arg::of(&moe.router),
                 Arg::of(&moe.shared_gate_up),
+                Arg::of(&layout),
+                Arg::of(&shared),
                 buffers.normed.into(),
                 int(config.hidden_size),
                 buffers.router_logits.into(),
-                int(config.n_routed_experts),
-                buffers.shared_sums.into(),
+                moe.bias.into(),
+                buffers.routing.into(),
                 int(self.rows),
             ],
         )
     }
 
     fn expert_gate_up(&mut self, layer: usize) -> Result<()> {
-        let (rank, buffers) = (self.rank, &self.rank.buffers);
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
         let moe = self.moe(layer);
-        let layout = self.route_layout();
-        let sums = SharedSums {
-            sums: buffers.shared_sums,
-            pitch: moe.shared_gate_up.rows,
-            width: moe.shared_width as i32,
-            globals: moe.shared_globals,
-        };
         let kernel = rank.kernels.expert_gate_up.of(self.rows);
-        let used = (self.rows * layout.used as usize).min(layout.experts as usize);
+        let used = (self.rows * config.num_experts_per_tok).min(config.n_routed_experts);
         let at_once =
             kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();
         let blocks = (used * moe.gate_up.first.tiles()).min(at_once as usize);
@@ -402,14 +408,10 @@ impl Stages for Recorder<'_> {
             [blocks, 1, 1],
             &[
                 Arg::of(&moe.gate_up),
-                Arg::of(&layout),
-                Arg::of(&sums),
-                buffers.router_logits.into(),
-                moe.bias.into(),
+                buffers.routing.into(),
                 buffers.normed.into(),
-                buffers.uses.into(),
                 buffers.activations.into(),
-                buffers.mlp_activations.into(),
+                int(config.num_experts_per_tok),
                 int(moe.width),
                 int(self.rows),
             ],
@@ -419,17 +421,16 @@ impl Stages for Recorder<'_> {
     fn expert_down(&mut self, layer: usize) -> Result<()> {
         let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
         let moe = self.moe(layer);
-        let layout = self.route_layout();
         self.launch(
             rank.kernels.expert_down.of(self.rows),
-            [moe.down.first.tiles(), 1, 1],
+            [moe.down.first.tiles().div_ceil(DOWN_TILES), 1, 1],
             DOWN_THREADS,
-            down_shared(layout.used as usize, self.rows),
+            down_shared(config.num_experts_per_tok, self.rows),
             &[
                 Arg::of(&moe.down),
                 Arg::of(&moe.shared_down),
-                Arg::of(&layout),
-                buffers.uses.into(),
+                buffers.routing.into(),
+                int(config.num_experts_per_tok),
                 buffers.activations.into(),
                 buffers.mlp_activations.into(),
                 buffers.partial.into(),
