@@ -41,6 +41,8 @@ fn output_is_plain(draft: &DraftChoice, tp: usize, tokens: usize) {
     let mut fixed = SpeculationStats::default();
     let mut total = 0;
     for (place, chain) in CHAINS.into_iter().enumerate() {
+        // The adaptive policy first decodes plainly, to know what a plain step costs.
+        let tokens = if chain.is_none() { tokens.max(16) } else { tokens };
         let mut drafted = 0;
         for i in 0..prompts {
             let Golden { id, prompt, greedy: expected } =
