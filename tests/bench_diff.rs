@@ -247,6 +247,10 @@ fn bad_usage_is_told_in_one_line() {
         (&["bench", "--diff", text, &a], &["text.json", "not a talon report", "--json"]),
         (&["bench", "--diff", &a, &a, "--html", "x.html"], &["--html x.html", "no page"]),
         (&["bench", "--diff", &a, &a, "--json", "/dev/null/x"], &["/dev/null/x"]),
+        (
+            &["bench", "--diff", &a, &a, "--tp", "2", "--sweep", "--runs", "8"],
+            &["--runs, --sweep, --tp", "--diff measures nothing"],
+        ),
     ] {
         assert_one_line(&talon(args), words);
     }
