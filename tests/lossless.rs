@@ -109,7 +109,7 @@ impl<F: FnMut(History) -> bool> Proposer for Resting<F> {
 }
 
 /// The demo attends to 256 of the 603 positions. A drafter that has followed the prompt, or one
-/// that has `rested` so far and begins anew with what the backend has kept.
+/// that has `rested` so far and begins anew with the last positions.
 fn long_prompt_is_plain(draft: DraftChoice, rested: bool) {
     let Golden { prompt, greedy: expected, .. } = long_golden();
     let mut engine = demo_engine(draft.clone(), 1);
