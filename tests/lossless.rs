@@ -216,6 +216,7 @@ fn random_heads_are_lossless_on_the_sparse_path() {
 #[test]
 fn rows_of_a_chain_have_their_own_selection() {
     let mut engine = tiny_engine(None, 512);
+    let mut lengths = std::collections::BTreeSet::new();
     for case in 0..4 * soak() as u64 {
         let mut random = Random(case);
         let prompt = random_prompt(&mut random, 4 + 9 * case as usize % 60);
@@ -231,10 +232,10 @@ fn rows_of_a_chain_have_their_own_selection() {
         });
         let chains = run(&mut engine, &request, &mut drafter, 7);
         assert_eq!(chains.tokens, plain.tokens, "case {case}");
-        let accepted = accepted(&chains);
-        assert!(accepted.contains(&7) && accepted.iter().any(|count| *count < 3));
         assert!(bits(&chains) == bits(&plain), "case {case}: logits differ");
+        lengths.extend(accepted(&chains));
     }
+    assert!(lengths.iter().copied().eq(0..=7), "{lengths:?}");
 }
 
 /// A drafter that rests for a few rounds now and then, with rows of guesses left in all caches.
