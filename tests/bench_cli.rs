@@ -27,6 +27,8 @@ fn the_report_holds_the_contract() {
         assert!(outcome.stdout.lines().any(|line| line.starts_with(class)), "{outcome:?}");
     }
     assert!(outcome.stdout.contains("text: identical"), "{outcome:?}");
+    let few = "NOTE: few pairs for code, prose, chat, json; below 6";
+    assert!(outcome.stdout.contains(few), "{outcome:?}");
     let report = read_json(&file);
     assert_eq!(report["schema"], 1);
     for (part, keys) in [

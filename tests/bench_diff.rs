@@ -241,12 +241,16 @@ fn bad_usage_is_told_in_one_line() {
         (&["bench", "--diff", &a][..], &["A.json", "expected a second report"][..]),
         (&["bench", &a], &["A.json", "--diff"]),
         (&["bench", "--diff", &a, &a, &a], &["A.json"]),
-        (&["bench", "--diff", &a, "/nonexistent.json"], &["/nonexistent.json", "cannot read"]),
-        (&["bench", "--diff", "/nonexistent.json", &a], &["/nonexistent.json", "cannot read"]),
+        (&["bench", "--diff", &a, "/dev/null/none.json"], &["/dev/null/none.json", "cannot read"]),
+        (&["bench", "--diff", "/dev/null/none.json", &a], &["/dev/null/none.json", "cannot read"]),
         (&["bench", "--diff", &a, &other], &["other.json", "not a talon report", "--json"]),
         (&["bench", "--diff", text, &a], &["text.json", "not a talon report", "--json"]),
         (&["bench", "--diff", &a, &a, "--html", "x.html"], &["--html x.html", "no page"]),
-        (&["bench", "--diff", &a, &a, "--json", "/nonexistent/x"], &["/nonexistent/x"]),
+        (&["bench", "--diff", &a, &a, "--json", "/dev/null/x"], &["/dev/null/x"]),
+        (
+            &["bench", "--diff", &a, &a, "--tp", "2", "--sweep", "--runs", "8"],
+            &["--runs, --sweep, --tp", "--diff measures nothing"],
+        ),
     ] {
         assert_one_line(&talon(args), words);
     }

@@ -212,7 +212,7 @@ fn bench_writes_the_page_beside_the_table() {
 #[test]
 fn a_bad_target_fails_before_the_run() {
     for (args, words) in [
-        (&["bench", "--html", "/nonexistent/x.html"][..], &["/nonexistent/x.html"][..]),
+        (&["bench", "--html", "/dev/null/x.html"][..], &["/dev/null/x.html"][..]),
         (&["bench", "--json", "-", "--html", "-"], &["--json -", "--html -", "two targets"]),
         (&["bench", "--json", "x", "--html", "x"], &["--json x", "--html x", "two targets"]),
     ] {

@@ -3,7 +3,9 @@
 
 use serde_json::Value;
 use talon::engine::{DraftChoice, Engine, Flow, Generation, LoadOptions, Request, Sampling};
-use talon::spec::{ModelDrafter, Policy};
+use talon::error::Result;
+use talon::model::Backend;
+use talon::spec::{Guess, History, ModelDrafter, Policy, Proposer};
 use talon::weights::demo;
 
 fn load(draft: DraftChoice, tp: usize) -> Engine {
@@ -21,7 +23,37 @@ fn ids(value: &Value) -> Vec<u32> {
     ids.map(|id| id.as_u64().expect("an id") as u32).collect()
 }
 
-fn generate(engine: &mut Engine, prompt: &[u32], max_tokens: usize, guesses: usize) -> Generation {
+/// The model's drafter, with a record of what it guessed in each round.
+#[derive(Default)]
+struct Recorder {
+    inner: ModelDrafter,
+    drafts: Vec<Vec<u32>>,
+}
+
+impl Proposer for Recorder {
+    fn propose(
+        &mut self,
+        backend: &mut dyn Backend,
+        history: History,
+        count: usize,
+    ) -> Result<Vec<Guess>> {
+        let guesses = self.inner.propose(backend, history, count)?;
+        self.drafts.push(guesses.iter().map(|guess| guess.token).collect());
+        Ok(guesses)
+    }
+
+    fn follow(&mut self, backend: &mut dyn Backend, history: History) -> Result<()> {
+        self.inner.follow(backend, history)
+    }
+}
+
+/// The generation, and what was guessed in its rounds.
+fn generate(
+    engine: &mut Engine,
+    prompt: &[u32],
+    max_tokens: usize,
+    guesses: usize,
+) -> (Generation, Vec<Vec<u32>>) {
     let request = Request {
         prompt,
         max_tokens,
@@ -31,19 +63,21 @@ fn generate(engine: &mut Engine, prompt: &[u32], max_tokens: usize, guesses: usi
         speculate: true,
     };
     let mut policy = Policy::Fixed(guesses);
-    engine
-        .generate_with(&request, &mut ModelDrafter::default(), &mut policy, |_| Ok(Flow::Continue))
-        .expect("the prompt runs")
+    let mut drafter = Recorder::default();
+    let generation = engine
+        .generate_with(&request, &mut drafter, &mut policy, |_| Ok(Flow::Continue))
+        .expect("the prompt runs");
+    (generation, drafter.drafts)
 }
 
-/// Chains of 5 accept in each round what the golden rounds accept.
+/// Chains of 5 guess and accept in each round what the golden rounds guess and accept.
 fn rounds_agree(draft: DraftChoice, golden: &str, tp: usize) {
     let mut engine = load(draft, tp);
     for prompt in read(golden)["prompts"].as_array().expect("a list of prompts") {
         let sequence = ids(&prompt["sequence_ids"]);
         let prompt_len = prompt["prompt_tokens"].as_u64().expect("a count") as usize;
         let generated = sequence.len() - prompt_len;
-        let generation = generate(&mut engine, &sequence[..prompt_len], generated, 5);
+        let (generation, drafts) = generate(&mut engine, &sequence[..prompt_len], generated, 5);
         assert_eq!(generation.tokens, sequence[prompt_len..], "{}", prompt["prompt"]);
         let accepted: Vec<u64> =
             generation.rounds.iter().map(|round| round.accepted as u64).collect();
@@ -53,6 +87,10 @@ fn rounds_agree(draft: DraftChoice, golden: &str, tp: usize) {
         // The golden script guesses beyond the end of the sequence; we stop there.
         let whole = golden.len() - 1;
         assert_eq!(accepted[..whole], golden[..whole], "{}", prompt["prompt"]);
+        for (draft, round) in drafts.iter().zip(rounds) {
+            assert_eq!(*draft, ids(&round["draft"])[..draft.len()], "{}", prompt["prompt"]);
+        }
+        assert!(drafts.len() >= whole);
     }
 }
 
@@ -86,7 +124,7 @@ fn acceptance_length(draft: DraftChoice) -> f64 {
     for prompt in prompts.filter(|prompt| prompt["kind"] != "text") {
         let expected = ids(&prompt["greedy_ids"]);
         let end = prompt["stop_index"].as_u64().expect("an end of turn") as usize + 1;
-        let generation = generate(&mut engine, &ids(&prompt["prompt_ids"]), end, 3);
+        let (generation, _) = generate(&mut engine, &ids(&prompt["prompt_ids"]), end, 3);
         assert_eq!(generation.tokens, expected[..end], "{}", prompt["id"]);
         let stats = generation.stats();
         tokens += stats.tokens;

@@ -102,7 +102,7 @@ fn assert_agrees(name: &str, tp: usize, cut: usize) {
     }
 }
 
-const VARIANTS: [&str; 11] = [
+const VARIANTS: [&str; 13] = [
     "midlayer",
     "layers0",
     "full-vocab",
@@ -114,6 +114,8 @@ const VARIANTS: [&str; 11] = [
     "mla",
     "wide",
     "f16",
+    "speculators",
+    "model-prefix",
 ];
 
 #[test]
@@ -150,6 +152,16 @@ fn both_spellings_of_the_features_mean_the_same_layers() {
     assert_eq!(boundaries("layers0"), [2, 3, 5]);
     assert_eq!(boundaries("five-aux"), [2, 3, 4, 5, 6]);
     assert_eq!(boundaries("own-embed"), [2, 4, 6]);
+}
+
+/// One of speculators' layout carries the normed hidden state in its residual branch unless its
+/// config says otherwise, the others do not.
+#[test]
+fn the_layout_decides_what_a_silent_config_means() {
+    let (config, _) = target();
+    let normed = |name: &str| head(name, &config).unwrap().config.norm_before_residual;
+    assert!(normed("speculators") && normed("norm-before-residual"));
+    assert!(!normed("midlayer") && !normed("model-prefix"));
 }
 
 #[test]

@@ -41,6 +41,8 @@ fn output_is_plain(draft: &DraftChoice, tp: usize, tokens: usize) {
     let mut fixed = SpeculationStats::default();
     let mut total = 0;
     for (place, chain) in CHAINS.into_iter().enumerate() {
+        // The adaptive policy first decodes plainly, to know what a plain step costs.
+        let tokens = if chain.is_none() { tokens.max(16) } else { tokens };
         let mut drafted = 0;
         for i in 0..prompts {
             let Golden { id, prompt, greedy: expected } =
@@ -107,7 +109,7 @@ impl<F: FnMut(History) -> bool> Proposer for Resting<F> {
 }
 
 /// The demo attends to 256 of the 603 positions. A drafter that has followed the prompt, or one
-/// that has `rested` so far and begins anew with what the backend has kept.
+/// that has `rested` so far and begins anew with the last positions.
 fn long_prompt_is_plain(draft: DraftChoice, rested: bool) {
     let Golden { prompt, greedy: expected, .. } = long_golden();
     let mut engine = demo_engine(draft.clone(), 1);
@@ -214,6 +216,7 @@ fn random_heads_are_lossless_on_the_sparse_path() {
 #[test]
 fn rows_of_a_chain_have_their_own_selection() {
     let mut engine = tiny_engine(None, 512);
+    let mut lengths = std::collections::BTreeSet::new();
     for case in 0..4 * soak() as u64 {
         let mut random = Random(case);
         let prompt = random_prompt(&mut random, 4 + 9 * case as usize % 60);
@@ -229,10 +232,10 @@ fn rows_of_a_chain_have_their_own_selection() {
         });
         let chains = run(&mut engine, &request, &mut drafter, 7);
         assert_eq!(chains.tokens, plain.tokens, "case {case}");
-        let accepted = accepted(&chains);
-        assert!(accepted.contains(&7) && accepted.iter().any(|count| *count < 3));
         assert!(bits(&chains) == bits(&plain), "case {case}: logits differ");
+        lengths.extend(accepted(&chains));
     }
+    assert!(lengths.iter().copied().eq(0..=7), "{lengths:?}");
 }
 
 /// A drafter that rests for a few rounds now and then, with rows of guesses left in all caches.

@@ -41,13 +41,13 @@ fn rows(name: &str) -> Rows {
     }
 }
 
-/// Runs a golden's sequence and drafts once after each of its rows.
+/// Runs a golden's sequence and drafts two tokens after each of its rows.
 fn draft(
     source: Source,
     draft: impl Fn(&Opened) -> DraftModel,
     golden: &Rows,
     tp: usize,
-) -> Vec<Drafted> {
+) -> Vec<Vec<Drafted>> {
     let opened = Opened::new(source, false).unwrap();
     let draft_model = draft(&opened);
     let Opened { config, checkpoint, manifest, audit, .. } = opened;
@@ -71,7 +71,7 @@ fn draft(
             Draft { sequence: 0, first: 0, position: next, tokens, count: 2, keep_logits: true };
         next = end;
         // The second guess leaves a row behind that the next draft must overwrite.
-        ranks.draft(request).unwrap().swap_remove(0)
+        ranks.draft(request).unwrap()
     });
     drafts.collect()
 }
@@ -84,12 +84,22 @@ fn eagle3(opened: &Opened) -> DraftModel {
     DraftModel::Eagle3(Box::new(Eagle3Head::open(demo_eagle3(), &opened.config, None).unwrap()))
 }
 
-/// Largest difference from the golden logits.
-fn worst(drafted: &[Drafted], golden: &Rows) -> f32 {
-    assert_eq!(drafted.len(), golden.logits.len());
-    let differences = drafted.iter().zip(&golden.logits).flat_map(|(drafted, golden)| {
-        assert_eq!(drafted.logits.len(), golden.len());
-        drafted.logits.iter().zip(golden).map(|(ours, golden)| (ours - golden).abs())
+/// Largest difference of the first guesses from the golden logits.
+fn worst(drafted: &[Vec<Drafted>], golden: &Rows) -> f32 {
+    apart(&logits(drafted, 0), &golden.logits)
+}
+
+/// Logits of every row's guess `index`.
+fn logits(drafted: &[Vec<Drafted>], index: usize) -> Vec<Vec<f32>> {
+    drafted.iter().map(|guesses| guesses[index].logits.clone()).collect()
+}
+
+/// Largest difference between the logits of two drafts.
+fn apart(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f32 {
+    assert_eq!(ours.len(), theirs.len());
+    let differences = ours.iter().zip(theirs).flat_map(|(ours, theirs)| {
+        assert_eq!(ours.len(), theirs.len());
+        ours.iter().zip(theirs).map(|(ours, theirs)| (ours - theirs).abs())
     });
     differences.fold(0.0, f32::max)
 }
@@ -150,6 +160,45 @@ fn the_golden_sees_mtp_wired_wrongly() {
         let norm = tensors.get("model.norm.weight").bytes.clone();
         tensors.get(&format!("{LAYER}shared_head.norm.weight")).bytes = norm;
     });
+}
+
+/// Multiplies the columns of a BF16 tensor by `even`, 1 / `even`, `even`, …, exactly for powers of 2.
+fn scale_columns(tensors: &mut Tensors, name: &str, even: f32) {
+    let tensor = tensors.get(name);
+    let width = *tensor.shape.last().unwrap();
+    for (i, value) in tensor.bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        let factor = if (i % width).is_multiple_of(2) { even } else { 1.0 / even };
+        let scaled = f32::from_bits(u32::from(u16::from_le_bytes(*value)) << 16) * factor;
+        *value = ((scaled.to_bits() >> 16) as u16).to_le_bytes();
+    }
+}
+
+/// The gains of the model's final norm reach the MTP layer by the hidden state alone. One that read
+/// the state before that norm would not see them.
+#[test]
+fn mtp_reads_the_hidden_state_behind_the_final_norm() {
+    let golden = rows("mtp");
+    let copy = edited(|tensors| scale_columns(tensors, "model.norm.weight", 2.0));
+    let [right, scaled] = [demo(), directory(&copy)].map(|source| draft(source, mtp, &golden, 1));
+    let moved = apart(&logits(&right, 0), &logits(&scaled, 0));
+    println!("max |Δlogit| {moved}");
+    assert!(moved > 0.1, "{moved}");
+}
+
+/// Gains of shared_head.norm that the head's columns undo leave the first guess as it is, and change
+/// the second by the recycled hidden state alone. One from before that norm would not change it.
+#[test]
+fn mtp_recycles_the_hidden_state_behind_its_norm() {
+    let golden = rows("mtp");
+    let copy = edited(|tensors| {
+        scale_columns(tensors, &format!("{LAYER}shared_head.norm.weight"), 2.0);
+        scale_columns(tensors, "lm_head.weight", 0.5);
+    });
+    let [right, scaled] = [demo(), directory(&copy)].map(|source| draft(source, mtp, &golden, 1));
+    assert_eq!(logits(&right, 0), logits(&scaled, 0));
+    let moved = apart(&logits(&right, 1), &logits(&scaled, 1));
+    println!("max |Δlogit| {moved}");
+    assert!(moved > 0.1, "{moved}");
 }
 
 fn load(copy: &Copy, draft: DraftChoice) -> talon::error::Result<Engine> {

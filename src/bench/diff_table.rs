@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::table::{interval, number, plain, word};
-use super::verdict::{ENOUGH, Verdict, classes, too_few};
+use super::verdict::{Verdict, classes, few_pairs};
 
 /// Settings without which the speculative speeds of two boxes are not those of one method.
 const LOUD: [&str; 2] = ["settings.draft", "settings.draft_tokens"];
@@ -51,14 +51,7 @@ pub fn diff_table(comparison: &Value) -> String {
             list(&unclear)
         );
     }
-    let few = too_few(classes(summary).map(|(class, row)| (class, &row["baseline"]["pairs"])));
-    if !few.is_empty() {
-        text += &format!(
-            "NOTE: few pairs for {}; below {ENOUGH} an interval is narrower than 95 % and a verdict may \
-             be chance; measure with a larger --runs\n",
-            few.join(", ")
-        );
-    }
+    text += &few_pairs(classes(summary).map(|(class, row)| (class, &row["baseline"]["pairs"])));
     let lengths_differ =
         ["baseline", "speculative"].map(|mode| summary[mode]["lengths_differ"].as_u64());
     let lengths_differ: u64 = lengths_differ.into_iter().flatten().sum();

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::verdict::{Verdict, classes};
+use super::verdict::{Verdict, classes, few_pairs};
 
 /// The table of a report.
 pub fn table(report: &Value) -> String {
@@ -154,6 +154,7 @@ fn verdict(report: &Value) -> String {
         list(&slower),
         list(&unclear)
     );
+    text += &few_pairs(classes(summary).map(|(class, row)| (class, &row["speculative"]["runs"])));
     if let Some(reason) = report["drafter_switched_off"].as_str() {
         text += &format!("the drafter was switched off: {reason}\n");
     }

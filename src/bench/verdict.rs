@@ -39,6 +39,19 @@ pub(super) fn too_few<'a>(counts: impl IntoIterator<Item = (&'a str, &'a Value)>
     counts.into_iter().filter(|(_, count)| few(count)).map(|(name, _)| name).collect()
 }
 
+/// The line that warns of such names; empty if there are none.
+pub(super) fn few_pairs<'a>(counts: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
+    let few = too_few(counts);
+    match few.is_empty() {
+        true => String::new(),
+        false => format!(
+            "NOTE: few pairs for {}; below {ENOUGH} an interval is narrower than 95 % and a verdict may \
+             be chance; measure with a larger --runs\n",
+            few.join(", ")
+        ),
+    }
+}
+
 /// Classes of a summary with what was measured in each, in the report's order.
 pub(super) fn classes(summary: &Value) -> impl Iterator<Item = (&str, &Value)> {
     let by_class = summary["by_class"].as_object();

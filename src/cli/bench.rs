@@ -213,6 +213,13 @@ impl BenchCommand {
                 "--html {target}: a comparison has no page; use --json, or leave --html out"
             )));
         }
+        let ignored = self.measuring_options();
+        if !ignored.is_empty() {
+            return Err(Error::input(format!(
+                "{}: --diff measures nothing; leave them out, or measure with --json first",
+                ignored.join(", ")
+            )));
+        }
         let (a, b) = (read_report(first)?, read_report(second)?);
         let comparison = bench::diff((first, &a), (second, &b))?;
         if let Some(target) = &self.json {
@@ -223,6 +230,33 @@ impl BenchCommand {
             print(&bench::diff_table(&comparison))?;
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// Options that say how to measure, where they differ from their defaults.
+    fn measuring_options(&self) -> Vec<&'static str> {
+        let Ok(unset) = Self::from_args(&["bench"], &[]) else {
+            return Vec::new();
+        };
+        let options = [
+            ("--runs", self.runs != unset.runs),
+            ("--max-tokens", self.max_tokens != unset.max_tokens),
+            ("--prompts", self.prompts != unset.prompts),
+            ("--ignore-eos", self.ignore_eos),
+            ("--draft", self.draft != unset.draft),
+            ("--draft-tokens", self.draft_tokens != unset.draft_tokens),
+            ("--draft-rope-theta", self.draft_rope_theta != unset.draft_rope_theta),
+            ("--sweep", self.sweep),
+            ("--simulate-acceptance", self.simulate_acceptance != unset.simulate_acceptance),
+            ("--model", self.model != unset.model),
+            ("--layers", self.layers != unset.layers),
+            ("--backend", self.backend != unset.backend),
+            ("--tp", self.tp != unset.tp),
+            ("--context", self.context != unset.context),
+            ("--prefill-chunk", self.prefill_chunk != unset.prefill_chunk),
+            ("--latent-eps", self.latent_eps != unset.latent_eps),
+            ("--ignore-index", self.ignore_index),
+        ];
+        options.into_iter().filter(|(_, given)| *given).map(|(name, _)| name).collect()
     }
 
     /// A bad path should fail now, not after the measurement.

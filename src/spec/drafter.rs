@@ -115,9 +115,11 @@ mod tests {
     use super::*;
     use crate::model::{Drafted, RowResult, Step};
 
-    /// Keeps 8 positions and writes down what it is asked for.
-    #[derive(Default)]
-    struct Recorder(Vec<Draft>);
+    /// Keeps some positions and writes down what it is asked for.
+    struct Recorder {
+        kept: usize,
+        asked: Vec<Draft>,
+    }
 
     impl Backend for Recorder {
         fn step(&mut self, _step: Step) -> Result<Vec<RowResult>> {
@@ -127,28 +129,32 @@ mod tests {
         fn draft(&mut self, draft: Draft) -> Result<Vec<Drafted>> {
             let drafted = Drafted { token: 7, probability: 0.5, logits: Vec::new() };
             let answer = vec![drafted; draft.count];
-            self.0.push(draft);
+            self.asked.push(draft);
             Ok(answer)
         }
 
         fn feature_positions(&self) -> usize {
-            8
+            self.kept
         }
     }
 
-    /// Asks for `count` guesses with `cached` of the tokens 0, 1, 2, … in the cache and one pending;
-    /// returns (first, position, tokens) of the drafts that came of it.
+    fn keeps(kept: usize) -> Recorder {
+        Recorder { kept, asked: Vec::new() }
+    }
+
+    /// Asks for `count` guesses with 8 positions kept, `cached` of the tokens 0, 1, 2, … in the
+    /// cache and one pending; returns (first, position, tokens) of the drafts that came of it.
     fn ask(
         drafter: &mut ModelDrafter,
         cached: usize,
         count: usize,
     ) -> Vec<(usize, usize, Vec<u32>)> {
-        let mut backend = Recorder::default();
+        let mut backend = keeps(8);
         let tokens: Vec<u32> = (0..=cached as u32).collect();
         let history = History { sequence: 0, tokens: &tokens, cached };
         let guesses = drafter.propose(&mut backend, history, count).expect("a draft");
-        assert_eq!(guesses.len(), if backend.0.is_empty() { 0 } else { count });
-        backend.0.into_iter().map(|draft| (draft.first, draft.position, draft.tokens)).collect()
+        assert_eq!(guesses.len(), if backend.asked.is_empty() { 0 } else { count });
+        backend.asked.into_iter().map(|draft| (draft.first, draft.position, draft.tokens)).collect()
     }
 
     #[test]
@@ -173,13 +179,25 @@ mod tests {
     }
 
     #[test]
+    fn after_a_rest_it_reads_few_positions_and_of_a_prompt_all() {
+        let tokens: Vec<u32> = (0..=90).collect();
+        let history = History { sequence: 0, tokens: &tokens, cached: 90 };
+        let mut backend = keeps(100);
+        ModelDrafter::default().propose(&mut backend, history, 1).expect("a draft");
+        ModelDrafter::default().follow(&mut backend, history).expect("a draft");
+        let asked = backend.asked.iter().map(|draft| (draft.first, draft.position));
+        assert!(asked.eq([(90 - RESTART_POSITIONS, 90 - RESTART_POSITIONS), (0, 0)]));
+    }
+
+    #[test]
     fn the_last_row_of_a_prompt_waits_for_the_first_token() {
         let mut drafter = ModelDrafter::default();
-        let mut backend = Recorder::default();
+        let mut backend = keeps(8);
         let history = |cached| History { sequence: 0, tokens: &[0, 1, 2, 3], cached };
         drafter.follow(&mut backend, history(2)).expect("a draft");
         drafter.follow(&mut backend, history(4)).expect("a draft");
-        let asked = backend.0.iter().map(|draft| (draft.position, &draft.tokens[..], draft.count));
+        let asked =
+            backend.asked.iter().map(|draft| (draft.position, &draft.tokens[..], draft.count));
         assert!(asked.eq([(0, &[1, 2][..], 0), (2, &[3][..], 0)]));
         assert_eq!(ask(&mut drafter, 4, 1), [(0, 3, vec![4])]);
     }
