@@ -6,7 +6,8 @@
 
 constexpr int SPLIT = 64;
 constexpr int WARPS = 8;
-constexpr int HEADS = 8;
+// Each warp copies one of them.
+constexpr int HEADS = WARPS;
 
 struct AttendLayout {
     int heads;
@@ -70,22 +71,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attend(
     const half* of_row = queries + (static_cast<size_t>(blockIdx.y) * l.heads + first_head) * width;
     wait_for_producer();
 
-    for (int i = threadIdx.x; i < SPLIT * pieces; i += WARPS * WARP) {
-        const int t = i / pieces, piece = i % pieces;
-        half* to = keys + t * pitch + piece * 8;
-        if (t < here) {
-            const int position = dense ? row.first + begin + t : list[begin + t];
-            copy_async_16(shared_address(to),
-                          sequence + static_cast<size_t>(position) * width + piece * 8);
-        } else {
-            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    // A warp copies a position at a time.
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int i = 0; i < SPLIT / WARPS; i++) {
+        const int t = warp + i * WARPS;
+        const bool is_there = t < here;
+        const int position =
+            !is_there ? 0 : dense ? row.first + begin + t : list[begin + t];
+        const half* from = sequence + static_cast<size_t>(position) * width;
+        for (int piece = lane; piece < pieces; piece += WARP) {
+            half* to = keys + t * pitch + piece * 8;
+            if (is_there) {
+                copy_async_16(shared_address(to), from + piece * 8);
+            } else {
+                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+            }
         }
     }
-    for (int i = threadIdx.x; i < HEADS * pieces; i += WARPS * WARP) {
-        const int head = i / pieces, piece = i % pieces;
-        half* to = query + head * pitch + piece * 8;
-        if (head < heads) {
-            copy_async_16(shared_address(to), of_row + head * width + piece * 8);
+    for (int piece = lane; piece < pieces; piece += WARP) {
+        half* to = query + warp * pitch + piece * 8;
+        if (warp < heads) {
+            copy_async_16(shared_address(to), of_row + warp * width + piece * 8);
         } else {
             *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
         }
@@ -94,7 +101,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attend(
     wait_for_copies<0>();
     __syncthreads();
 
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, q = lane % 4;
     {
         // 4 tiles of positions, the dimensions in two halves.
         const int tile = warp % 4, half = warp / 4;

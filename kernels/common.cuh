@@ -88,6 +88,26 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// Weights that a later kernel reads; 0 bytes for none.
+struct Ahead {
+    const uint8_t* from;
+    unsigned bytes;
+};
+
+// Brings weights into the L2 cache while the bus would be idle: all blocks take part, before they
+// wait.
+__device__ __forceinline__ void prefetch(const Ahead& ahead) {
+    constexpr unsigned PIECE = 4096;
+    const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
+    const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const unsigned pieces = ahead.bytes / PIECE;
+    for (unsigned i = block + threadIdx.x * blocks; i < pieces; i += blocks * blockDim.x) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                         ahead.from + static_cast<size_t>(i) * PIECE),
+                     "r"(PIECE));
+    }
+}
+
 // d += a b, a: 16 x 16, b: 16 x 8. Lane (g, q) = (lane / 4, lane % 4) holds
 // a0 = (g; 2q, 2q+1), a1 = (g+8; same), a2 = (g; 2q+8, 2q+9), a3 = (g+8; same),
 // b0 = (2q, 2q+1; g), b1 = (2q+8, 2q+9; g), d0, d1 = (g; 2q, 2q+1), d2, d3 = (g+8; same).
@@ -121,9 +141,8 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
     __syncthreads();
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = value;
     __syncthreads();
-    float sum = 0;
-    for (int warp = 0; warp < warps; warp++) sum += scratch[warp];
-    return sum;
+    const int lane = threadIdx.x % WARP;
+    return warp_sum(lane < warps ? scratch[lane] : 0);
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }

@@ -18,7 +18,7 @@ struct DownExperts {
 };
 
 // Tiles that a block owns.
-constexpr int DOWN_TILES = 2;
+constexpr int DOWN_TILES = 1;
 constexpr int DOWN_ROWS = DOWN_TILES * TILE;
 
 // A warp's units: for each of its experts, the units of each of the block's tiles.
@@ -40,11 +40,13 @@ struct ExpertUnits {
     }
 
     __device__ void advance() {
+        codes += SLOTS<format> * SLOT_CODES;
+        scales += SCALES<format>;
         if (++unit == DOWN_TILES * first->units()) {
             unit = 0;
             at += EXPERT_WARPS;
+            locate(blockIdx.x * DOWN_TILES);
         }
-        locate(blockIdx.x * DOWN_TILES);
     }
 };
 
@@ -241,7 +243,7 @@ __device__ __forceinline__ void down(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_8(
+extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP, 3) expert_down_8(
     const __grid_constant__ DownExperts experts, const __grid_constant__ Matrix shared_down,
     const Routing* routing, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count

@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(LINEAR_THREADS) project_latents_16(
 }
 
 constexpr int NORM_THREADS = 512;
-// Latents that a thread keeps: ranks up to 4096.
-constexpr int KEPT = 8;
+// Groups of 4 latents that a thread keeps: ranks up to 4096.
+constexpr int KEPT = 2;
 
 // Where the parts of a row of latents lie, and their sizes.
 struct LatentLayout {
@@ -80,21 +80,49 @@ __device__ __forceinline__ float latent(const float* latents, const LatentLayout
     );
 }
 
-// Loads `count` latents from `at` on into `values`, one in NORM_THREADS each; returns the scale of
-// their RMSNorm.
-__device__ __forceinline__ float load_for_norm(
-    const float* latents, const LatentLayout& l, int row, int at, int count, float* scratch,
-    float (&values)[KEPT]
+// Normalises `count` latents from `at` on, 4 a thread at a time.
+__device__ __forceinline__ void norm(
+    const float* latents, const LatentLayout& l, int row, int at, int count,
+    const float4 (&gains)[KEPT], float* scratch, half* out
 ) {
+    const float* first = latents + static_cast<size_t>(row) * l.width + at;
+    const size_t pitch = static_cast<size_t>(MAX_ROWS) * l.width;
+    float4 part[KEPT][MAX_SPLITS];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        const int group = threadIdx.x + k * NORM_THREADS;
+#pragma unroll
+        for (int split = 0; split < MAX_SPLITS; split++) {
+            part[k][split] = make_float4(0, 0, 0, 0);
+            if (group * 4 < count && split < l.splits) {
+                part[k][split] = reinterpret_cast<const float4*>(first + split * pitch)[group];
+            }
+        }
+    }
     float squares = 0;
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        const int i = threadIdx.x + k * NORM_THREADS;
-        values[k] = i < count ? latent(latents, l, row, at + i) : 0;
-    }
+        float4& v = part[k][0];
 #pragma unroll
-    for (int k = 0; k < KEPT; k++) squares += values[k] * values[k];
-    return rsqrtf(block_sum(squares, scratch) / count + l.eps);
+        for (int split = 1; split < MAX_SPLITS; split++) {
+            const float4 add = part[k][split];
+            v.x += add.x, v.y += add.y, v.z += add.z, v.w += add.w;
+        }
+        squares += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+    }
+    const float scale = rsqrtf(block_sum(squares, scratch) / count + l.eps);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        const int group = threadIdx.x + k * NORM_THREADS;
+        const float4 v = part[k][0], g = gains[k];
+        if (group * 4 < count) {
+            const half four[4] = {
+                to_half(v.x * scale * g.x), to_half(v.y * scale * g.y),
+                to_half(v.z * scale * g.z), to_half(v.w * scale * g.w)
+            };
+            *reinterpret_cast<uint2*>(out + group * 4) = *reinterpret_cast<const uint2*>(four);
+        }
+    }
 }
 
 // grid: (rows, 3): the query's latent; the cache's latent and roped key; the index key and the
@@ -113,33 +141,19 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_latents(
     const float2* turn = angles + static_cast<size_t>(place.position) * (l.rope / 2);
     const float* gain = blockIdx.y == 0 ? q_gain : kv_gain;
     const int normed = blockIdx.y == 0 ? l.q_rank : blockIdx.y == 1 ? l.kv_rank : 0;
-    float gains[KEPT];
+    float4 gains[KEPT];
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        const int i = threadIdx.x + k * NORM_THREADS;
-        gains[k] = i < normed ? gain[i] : 0;
+        const int group = threadIdx.x + k * NORM_THREADS;
+        if (group * 4 < normed) gains[k] = reinterpret_cast<const float4*>(gain)[group];
     }
     wait_for_producer();
     if (blockIdx.y == 0) {
-        float values[KEPT];
-        const float scale = load_for_norm(latents, l, row, 0, l.q_rank, scratch, values);
-#pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            const int i = threadIdx.x + k * NORM_THREADS;
-            if (i < l.q_rank) {
-                query_latents[static_cast<size_t>(row) * l.q_rank + i] =
-                    to_half(values[k] * scale * gains[k]);
-            }
-        }
+        half* out = query_latents + static_cast<size_t>(row) * l.q_rank;
+        norm(latents, l, row, 0, l.q_rank, gains, scratch, out);
     } else if (blockIdx.y == 1) {
-        float values[KEPT];
-        const float scale = load_for_norm(latents, l, row, l.kv_at, l.kv_rank, scratch, values);
         half* out = cache + entry * (l.kv_rank + l.rope);
-#pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            const int i = threadIdx.x + k * NORM_THREADS;
-            if (i < l.kv_rank) out[i] = to_half(values[k] * scale * gains[k]);
-        }
+        norm(latents, l, row, l.kv_at, l.kv_rank, gains, scratch, out);
         // The roped key is not normalised.
         for (int i = threadIdx.x; i < l.rope / 2; i += NORM_THREADS) {
             const float even = latent(latents, l, row, l.kv_at + l.kv_rank + 2 * i);

@@ -86,9 +86,11 @@ constexpr int ABSORB_WARPS = 2;
 // padded to whole tiles. grid: (tiles of a head / 4, heads).
 template <int NB>
 __device__ __forceinline__ void absorb(
-    const Matrix& w_uk, const QueryLayout& l, const half* without_rope, half* queries, int count
+    const Matrix& w_uk, const QueryLayout& l, const half* without_rope, half* queries,
+    const Ahead& ahead, int count
 ) {
     release_consumer();
+    prefetch(ahead);
     const int head = blockIdx.y;
     Matrix w = w_uk;
     w.rows = w_uk.rows / l.heads;
@@ -108,14 +110,14 @@ __device__ __forceinline__ void absorb(
 
 extern "C" __global__ void __launch_bounds__(LINEAR_THREADS) absorb_queries_8(
     const __grid_constant__ Matrix w_uk, const __grid_constant__ QueryLayout l,
-    const half* without_rope, half* queries, int count
+    const half* without_rope, half* queries, const __grid_constant__ Ahead ahead, int count
 ) {
-    absorb<1>(w_uk, l, without_rope, queries, count);
+    absorb<1>(w_uk, l, without_rope, queries, ahead, count);
 }
 
 extern "C" __global__ void __launch_bounds__(LINEAR_THREADS) absorb_queries_16(
     const __grid_constant__ Matrix w_uk, const __grid_constant__ QueryLayout l,
-    const half* without_rope, half* queries, int count
+    const half* without_rope, half* queries, const __grid_constant__ Ahead ahead, int count
 ) {
-    absorb<2>(w_uk, l, without_rope, queries, count);
+    absorb<2>(w_uk, l, without_rope, queries, ahead, count);
 }

@@ -9,9 +9,11 @@ constexpr int VALUE_WARPS = 4;
 // grid: (tiles of a head / 2, heads).
 template <int NB>
 __device__ __forceinline__ void project(
-    const Matrix& w_uv, const half* attended, half* values, int heads, int v_dim, int count
+    const Matrix& w_uv, const half* attended, half* values, int heads, int v_dim,
+    const Ahead& ahead, int count
 ) {
     release_consumer();
+    prefetch(ahead);
     const int head = blockIdx.y;
     Matrix w = w_uv;
     w.rows = w_uv.rows / heads;
@@ -31,14 +33,14 @@ __device__ __forceinline__ void project(
 
 extern "C" __global__ void __launch_bounds__(LINEAR_THREADS) project_values_8(
     const __grid_constant__ Matrix w_uv, const half* attended, half* values, int heads, int v_dim,
-    int count
+    const __grid_constant__ Ahead ahead, int count
 ) {
-    project<1>(w_uv, attended, values, heads, v_dim, count);
+    project<1>(w_uv, attended, values, heads, v_dim, ahead, count);
 }
 
 extern "C" __global__ void __launch_bounds__(LINEAR_THREADS) project_values_16(
     const __grid_constant__ Matrix w_uv, const half* attended, half* values, int heads, int v_dim,
-    int count
+    const __grid_constant__ Ahead ahead, int count
 ) {
-    project<2>(w_uv, attended, values, heads, v_dim, count);
+    project<2>(w_uv, attended, values, heads, v_dim, ahead, count);
 }

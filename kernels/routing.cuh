@@ -24,112 +24,138 @@ struct RouteLayout {
     float scaling;
 };
 
-// The experts of all rows, as `route` leaves them: `list` in rising order, `place[row][expert]` where
+// The experts of all rows, as `expert_gate_up` leaves them: `list` in rising order, `place[row][expert]` where
 // the row's own list has it, -1 where it does not.
 struct __align__(16) Routing {
     int count;
-    // Blocks of `route` that are done; 0 between steps.
-    int arrived;
     int list[MAX_EXPERTS];
     signed char place[MAX_ROWS][MAX_EXPERTS];
     Use uses[MAX_ROWS][MAX_USED];
     unsigned used[MAX_EXPERTS / WARP];
 };
 
-// All threads: a row's probabilities, p = sigmoid(logit), and its choices, p + bias, as unsigned
-// numbers of the same order; 0 is below all of them.
-__device__ __forceinline__ void load_choices(
-    const float* logits, size_t split_pitch, const float* bias, const RouteLayout& l,
-    float* probabilities, unsigned* choices
-) {
-    for (int expert = threadIdx.x; expert < l.experts; expert += blockDim.x) {
-        const float p = 1.0f / (1.0f + __expf(-sum_splits(logits + expert, split_pitch, l.splits)));
-        const unsigned bits = __float_as_uint(p + bias[expert]);
-        probabilities[expert] = p;
-        choices[expert] = bits & 0x80000000 ? ~bits : bits | 0x80000000;
-    }
-}
+// What choosing the experts of a step takes besides the logits.
+struct Choice {
+    float probability[MAX_ROWS][MAX_EXPERTS];
+    // Choices as unsigned numbers of the same order; 0 is below all of them.
+    unsigned key[MAX_ROWS][MAX_EXPERTS];
+    // A bit for each of a row's experts.
+    unsigned chosen[MAX_ROWS][MAX_EXPERTS / WARP];
+};
 
-// One warp chooses a row's experts and weights them by p, in rising order of the expert. Ties: the
-// lower expert.
-__device__ __forceinline__ void choose_experts(
-    const float* probabilities, const unsigned* choices, const RouteLayout& l, Use* uses
+// All threads: p = sigmoid(logit) and the choice p + bias of every expert. A barrier must follow.
+__device__ __forceinline__ void load_choices(
+    const float* logits, const float* bias, const RouteLayout& l, int rows, Choice& choice
 ) {
-    const int lane = threadIdx.x % WARP, each = (l.experts + WARP - 1) / WARP;
-    unsigned choice[PER_LANE];
-    unsigned chosen = 0;
+    const size_t split_pitch = static_cast<size_t>(MAX_ROWS) * l.experts;
+    for (int expert = threadIdx.x; expert < MAX_EXPERTS; expert += blockDim.x) {
+        const bool is_there = expert < l.experts;
+        const float own_bias = is_there ? bias[expert] : 0;
+        // The loads of some rows are under way before the first is used.
+        constexpr int AT_ONCE = 4;
+#pragma unroll 1
+        for (int first = 0; first < rows; first += AT_ONCE) {
+            float z[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        const int expert = lane * each + i;
-        choice[i] = i < each && expert < l.experts ? choices[expert] : 0;
-    }
-    for (int round = 0; round < l.used; round++) {
-        unsigned best = 0;
-        int at = 0;
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int row = min(first + i, rows - 1);
+                const float* logit = logits + static_cast<size_t>(row) * l.experts + expert;
+                z[i] = is_there ? sum_splits(logit, split_pitch, l.splits) : 0;
+            }
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) {
-            if (choice[i] > best) best = choice[i], at = i;
-        }
-        const unsigned best_of_all = __reduce_max_sync(~0u, best);
-        // The lowest lane has the lowest expert.
-        if (lane == __ffs(__ballot_sync(~0u, best == best_of_all)) - 1) {
-            chosen |= 1u << at;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; i++) {
-                if (i == at) choice[i] = 0;
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int row = first + i;
+                if (row >= rows) break;
+                const float p = __fdividef(1.0f, 1.0f + __expf(-z[i]));
+                const unsigned bits = __float_as_uint(p + own_bias);
+                const unsigned ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;
+                choice.probability[row][expert] = p;
+                choice.key[row][expert] = is_there ? ordered : 0;
+                if (expert % WARP == 0) choice.chosen[row][expert / WARP] = 0;
             }
         }
     }
-    // The chosen of the lanes before come first.
-    const int mine = __popc(chosen);
-    int place = mine;
-    for (int step = 1; step < WARP; step *= 2) {
-        const int other = __shfl_up_sync(~0u, place, step);
-        if (lane >= step) place += other;
-    }
-    place -= mine;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-        if (chosen >> i & 1) uses[place++] = Use{lane * each + i, probabilities[lane * each + i]};
-    }
-    __syncwarp();
-    float sum = 1;
-    if (l.renormalise) {
-        sum = ROUTE_SUM_FLOOR;
-        for (int i = 0; i < l.used; i++) sum += uses[i].weight;
-    }
-    __syncwarp();
-    if (lane < l.used) uses[lane].weight = uses[lane].weight / sum * l.scaling;
 }
 
-// All threads: the list and the places from `uses`, which the caller has filled.
-__device__ __forceinline__ void list_experts(Routing& routing, int rows, const RouteLayout& l) {
-    const int groups = (l.experts + WARP - 1) / WARP;
-    __syncthreads();
-    for (int i = threadIdx.x; i < groups; i += blockDim.x) routing.used[i] = 0;
-    for (int expert = threadIdx.x; expert < l.experts; expert += blockDim.x) {
-        for (int row = 0; row < rows; row++) routing.place[row][expert] = -1;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * l.used; i += blockDim.x) {
-        const int row = i / l.used, place = i % l.used;
-        const int expert = routing.uses[row][place].expert;
-        routing.place[row][expert] = static_cast<signed char>(place);
-        atomicOr(&routing.used[expert / WARP], 1u << expert % WARP);
-    }
-    __syncthreads();
-    for (int expert = threadIdx.x; expert < l.experts; expert += blockDim.x) {
-        const unsigned group = routing.used[expert / WARP], bit = 1u << expert % WARP;
-        if (group & bit) {
-            int rank = __popc(group & (bit - 1));
-            for (int i = 0; i < expert / WARP; i++) rank += __popc(routing.used[i]);
-            routing.list[rank] = expert;
+// One warp chooses a row's experts and weights them by p; in rising order of the expert. Ties: the
+// lower expert. Each lane has PER_LANE neighbouring experts.
+__device__ __forceinline__ void choose_experts(
+    Choice& choice, int row, const RouteLayout& l, Use* uses
+) {
+    const int lane = threadIdx.x % WARP, first = lane * PER_LANE;
+    unsigned key[PER_LANE];
+    int index[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) key[i] = choice.key[row][first + i], index[i] = first + i;
+    // Largest first; neighbours change places only if the right one is larger, so that equals stay
+    // in order.
+#pragma unroll
+    for (int phase = 0; phase < PER_LANE; phase++) {
+#pragma unroll
+        for (int i = phase % 2; i + 1 < PER_LANE; i += 2) {
+            const bool swap = key[i + 1] > key[i];
+            const unsigned larger = max(key[i], key[i + 1]);
+            const int of_larger = swap ? index[i + 1] : index[i];
+            index[i + 1] = swap ? index[i] : index[i + 1];
+            key[i + 1] = min(key[i], key[i + 1]);
+            key[i] = larger, index[i] = of_larger;
         }
     }
-    if (threadIdx.x == 0) {
-        int count = 0;
-        for (int i = 0; i < groups; i++) count += __popc(routing.used[i]);
-        routing.count = count;
+    int mine = -1;
+#pragma unroll 1
+    for (int round = 0; round < l.used; round++) {
+        const unsigned best = __reduce_max_sync(~0u, key[0]);
+        // The lowest lane has the lowest expert.
+        const int winner = __ffs(__ballot_sync(~0u, key[0] == best)) - 1;
+        const int expert = __shfl_sync(~0u, index[0], winner);
+        if (lane == round) mine = expert;
+        if (lane == winner) {
+#pragma unroll
+            for (int i = 0; i + 1 < PER_LANE; i++) key[i] = key[i + 1], index[i] = index[i + 1];
+            key[PER_LANE - 1] = 0;
+        }
+    }
+    const float p = mine < 0 ? 0 : choice.probability[row][mine];
+    const float sum = l.renormalise ? warp_sum(p) + ROUTE_SUM_FLOOR : 1;
+    int place = 0;
+#pragma unroll 1
+    for (int i = 0; i < l.used; i++) place += __shfl_sync(~0u, mine, i) < mine;
+    if (mine < 0) return;
+    uses[place] = Use{mine, p / sum * l.scaling};
+    atomicOr(&choice.chosen[row][mine / WARP], 1u << mine % WARP);
+}
+
+// All threads: the list and the places, from `uses` and the bits of each row.
+__device__ __forceinline__ void list_experts(
+    Routing& routing, const Choice& choice, int rows, const RouteLayout& l
+) {
+    constexpr int GROUPS = MAX_EXPERTS / WARP;
+    for (int i = threadIdx.x; i < rows * MAX_EXPERTS / 4; i += blockDim.x) {
+        reinterpret_cast<int*>(routing.place)[i] = -1;
+    }
+    if (threadIdx.x < GROUPS) {
+        unsigned used = 0;
+#pragma unroll 1
+        for (int row = 0; row < rows; row++) used |= choice.chosen[row][threadIdx.x];
+        routing.used[threadIdx.x] = used;
     }
     __syncthreads();
+    for (int i = threadIdx.x; i < rows * MAX_USED; i += blockDim.x) {
+        const int row = i / MAX_USED, place = i % MAX_USED;
+        if (place < l.used) {
+            routing.place[row][routing.uses[row][place].expert] = static_cast<signed char>(place);
+        }
+    }
+    const int expert = threadIdx.x;
+    if (expert < MAX_EXPERTS) {
+        int before = 0, count = 0;
+#pragma unroll 1
+        for (int i = 0; i < GROUPS; i++) {
+            if (i == expert / WARP) before = count;
+            count += __popc(routing.used[i]);
+        }
+        const unsigned group = routing.used[expert / WARP], bit = 1u << expert % WARP;
+        if (group & bit) routing.list[before + __popc(group & (bit - 1))] = expert;
+        if (expert == 0) routing.count = count;
+    }
 }

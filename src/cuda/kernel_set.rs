@@ -19,7 +19,7 @@ pub const LINEAR_SHARED: u32 = LINEAR_WARPS as u32 * RING * SLOT;
 /// expert_down.cu: threads, and shared memory of the rings.
 pub const DOWN_THREADS: u32 = 10 * 32;
 /// Tiles of a block of it.
-pub const DOWN_TILES: usize = 2;
+pub const DOWN_TILES: usize = 1;
 pub const DOWN_RINGS: u32 = 10 * 4 * SLOT;
 
 /// The kernel of `stem`'s fatbin.

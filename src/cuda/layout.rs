@@ -22,7 +22,7 @@ pub const MAX_EXPERTS: usize = 256;
 pub const MAX_USED: usize = 16;
 /// Bytes of routing.cuh's `Routing`.
 pub const ROUTING_BYTES: usize =
-    8 + MAX_EXPERTS * 4 + MAX_ROWS * MAX_EXPERTS + MAX_ROWS * MAX_USED * 8 + MAX_EXPERTS / 8 + 8;
+    16 + MAX_EXPERTS * 4 + MAX_ROWS * MAX_EXPERTS + MAX_ROWS * MAX_USED * 8 + MAX_EXPERTS / 8;
 /// Splits of a list that `merge_splits` takes.
 pub const MAX_SPLITS_OF_LIST: usize = 128;
 /// Largest rank that `norm_latents` takes.
@@ -90,15 +90,33 @@ impl DeviceMatrix {
         (self.columns as usize).div_ceil(UNIT)
     }
 
-    /// Bytes that a step reads of it.
-    pub fn bytes(&self) -> usize {
-        let format = match self.format {
+    /// Bytes of its codes.
+    pub fn code_bytes(&self) -> usize {
+        self.tiles() * self.units() * self.stored_as().unit_codes()
+    }
+
+    fn stored_as(&self) -> Format {
+        match self.format {
             0 => Format::F16,
             1 => Format::Fp8,
             _ => Format::Nvfp4,
-        };
+        }
+    }
+
+    /// Bytes that a step reads of it.
+    pub fn bytes(&self) -> usize {
+        let format = self.stored_as();
         self.tiles() * self.units() * (format.unit_codes() + format.unit_scales())
     }
+}
+
+/// Weights that a later kernel reads (common.cuh, `Ahead`).
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Ahead {
+    pub from: u64,
+    pub bytes: u32,
+    pub padding: u32,
 }
 
 /// NVFP4's scales of gate and up in an interleaved matrix.
@@ -192,15 +210,17 @@ pub struct GateUpExperts {
     pub up_globals: u64,
 }
 
-/// route.cu, `SharedExpert`.
+/// expert_gate_up.cu, `SharedExpert`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct SharedExpert {
     pub sums: u64,
     pub activations: u64,
+    pub splits: i32,
     pub pitch: i32,
     pub width: i32,
     pub globals: Globals,
+    pub padding: i32,
 }
 
 /// expert_down.cu, `DownExperts`.

@@ -36,6 +36,9 @@ pub struct CudaRank {
     pub(super) kernels: KernelSet,
     pub(super) weights: DeviceWeights,
     pub(super) buffers: Buffers,
+    /// Kernels bring later ones' weights into the L2 cache. TALON_L2_PREFETCH=0 switches it off: it
+    /// pays where the cache is large.
+    pub(super) prefetch: bool,
     /// Ids of this rank's part of the vocabulary that are real.
     pub(super) vocab_limit: usize,
     pub(super) plan: MemoryPlan,
@@ -93,6 +96,7 @@ impl CudaRank {
             kernels,
             weights,
             buffers,
+            prefetch: std::env::var_os("TALON_L2_PREFETCH").is_none_or(|value| value != "0"),
             vocab_limit,
             plan,
             stream,

@@ -5,8 +5,8 @@ use super::kernel_set::{
     DOWN_THREADS, DOWN_TILES, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, down_shared,
 };
 use super::layout::{
-    AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments, SharedExpert,
-    TILE,
+    Ahead, AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments,
+    SharedExpert, TILE,
 };
 use super::rank::{CudaRank, attend_shared};
 use super::weights::{DeviceLayer, DeviceMlp, DeviceMoe};
@@ -21,6 +21,10 @@ const SCORED: usize = 128;
 /// Warps that share a tile in `absorb_queries` and `project_values`.
 const ABSORB_WARPS: usize = 2;
 const VALUE_WARPS: usize = 4;
+
+/// Bytes that a kernel brings into the L2 cache for a later one, at most: what the bus can carry
+/// while the kernels between wait for each other.
+const PREFETCH_BYTES: usize = 16 << 20;
 
 /// Puts one step into the rank's stream.
 pub struct Recorder<'a> {
@@ -64,6 +68,15 @@ impl Recorder<'_> {
         match &self.layer(layer).mlp {
             DeviceMlp::Moe(moe) => moe,
             DeviceMlp::Dense { .. } => unreachable!("forward() routes only in MoE layers"),
+        }
+    }
+
+    /// What to bring into the L2 cache of a matrix; nothing if that is switched off.
+    fn ahead(&self, matrix: Option<&DeviceMatrix>) -> Ahead {
+        let bytes = |m: &DeviceMatrix| m.code_bytes().min(PREFETCH_BYTES) as u32;
+        match matrix.filter(|_| self.rank.prefetch) {
+            Some(m) => Ahead { from: m.codes, bytes: bytes(m), padding: 0 },
+            None => Ahead::default(),
         }
     }
 
@@ -260,6 +273,7 @@ impl Stages for Recorder<'_> {
                 Arg::of(&layout),
                 buffers.without_rope.into(),
                 buffers.queries.into(),
+                Arg::of(&self.ahead(Some(&params.o_proj))),
                 int(self.rows),
             ],
         )
@@ -347,6 +361,10 @@ impl Stages for Recorder<'_> {
             ],
         )?;
         let w_uv = &self.layer(layer).w_uv;
+        let after = match &self.layer(layer).mlp {
+            DeviceMlp::Moe(moe) => Some(&moe.shared_gate_up),
+            DeviceMlp::Dense { gate_up, .. } => Some(gate_up),
+        };
         let tiles = w_uv.tiles() / rank.sizes.heads;
         self.linear(
             rank.kernels.project_values.of(self.rows),
@@ -357,6 +375,7 @@ impl Stages for Recorder<'_> {
                 buffers.values.into(),
                 int(rank.sizes.heads),
                 int(config.v_head_dim),
+                Arg::of(&self.ahead(after)),
                 int(self.rows),
             ],
         )
@@ -369,27 +388,17 @@ impl Stages for Recorder<'_> {
     fn route(&mut self, layer: usize) -> Result<()> {
         let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
         let moe = self.moe(layer);
-        let layout = self.route_layout();
-        let shared = SharedExpert {
-            sums: buffers.shared_sums,
-            activations: buffers.mlp_activations,
-            pitch: moe.shared_gate_up.rows,
-            width: moe.shared_width as i32,
-            globals: moe.shared_globals,
-        };
         self.linear(
             rank.kernels.route.of(self.rows),
             [moe.router.tiles() + moe.shared_gate_up.tiles(), buffers.route_splits, 1],
             &[
                 Arg::of(&moe.router),
                 Arg::of(&moe.shared_gate_up),
-                Arg::of(&layout),
-                Arg::of(&shared),
                 buffers.normed.into(),
                 int(config.hidden_size),
                 buffers.router_logits.into(),
-                moe.bias.into(),
-                buffers.routing.into(),
+                int(config.n_routed_experts),
+                buffers.shared_sums.into(),
                 int(self.rows),
             ],
         )
@@ -398,7 +407,18 @@ impl Stages for Recorder<'_> {
     fn expert_gate_up(&mut self, layer: usize) -> Result<()> {
         let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
         let moe = self.moe(layer);
+        let layout = self.route_layout();
+        let shared = SharedExpert {
+            sums: buffers.shared_sums,
+            activations: buffers.mlp_activations,
+            splits: buffers.route_splits as i32,
+            pitch: moe.shared_gate_up.rows,
+            width: moe.shared_width as i32,
+            globals: moe.shared_globals,
+            padding: 0,
+        };
         let kernel = rank.kernels.expert_gate_up.of(self.rows);
+        let next = rank.weights.layers.get(layer + 1).map(|next| &next.q_a_proj);
         let used = (self.rows * config.num_experts_per_tok).min(config.n_routed_experts);
         let at_once =
             kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();
@@ -408,11 +428,15 @@ impl Stages for Recorder<'_> {
             [blocks, 1, 1],
             &[
                 Arg::of(&moe.gate_up),
-                buffers.routing.into(),
+                Arg::of(&shared),
+                Arg::of(&layout),
+                buffers.router_logits.into(),
+                moe.bias.into(),
                 buffers.normed.into(),
+                buffers.routing.into(),
                 buffers.activations.into(),
-                int(config.num_experts_per_tok),
                 int(moe.width),
+                Arg::of(&self.ahead(next)),
                 int(self.rows),
             ],
         )
