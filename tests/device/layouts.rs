@@ -4,6 +4,7 @@
 //! Both read the same file, so this holds the GPU's unpacking against the CPU's; tests/formats.rs
 //! holds that against the formats' definitions.
 
+use talon::cuda::Device;
 use talon::engine::{Engine, LoadOptions};
 use talon::error::Kind;
 use talon::model::Output;
@@ -15,7 +16,8 @@ use crate::common::quantise::{
 use crate::common::{Copy, DEMO, SHARD_1, TINY, Tensor, Tensors};
 use crate::engines::{golden, load as load_on_cpu};
 use crate::errors::{Errors, header};
-use crate::{device, try_load, turn};
+use crate::limits::SLACK;
+use crate::{Turn, on_cpu, try_load, turn};
 
 /// Relative RMS error of all logits as one vector.
 const BOUND: f64 = 0.02;
@@ -75,12 +77,20 @@ fn runs(name: &str, base: &str, edit: impl FnOnce(&mut Tensors)) {
 
 /// The GPU refuses it, the CPU takes it.
 fn is_refused(base: &str, words: &[&str], edit: impl FnOnce(&mut Tensors)) {
-    let Some((_turn, device)) = device() else { return };
-    let checkpoint = edited(base, edit);
+    let Some(turn) = turn() else { return };
+    refuses(&turn, &edited(base, edit), words);
+}
+
+fn refuses(_turn: &Turn, checkpoint: &Copy, words: &[&str]) {
+    load_on_cpu(open(checkpoint), &options());
+    if on_cpu() {
+        return;
+    }
+    let device = Device::open(0).expect("the first GPU");
     // What the process loads once is there already.
-    assert!(try_load(open(&Copy::of(base)), options()).is_ok());
+    assert!(try_load(open(&Copy::of(TINY)), options()).is_ok());
     let free = device.free_bytes().expect("free bytes");
-    let Err(error) = try_load(open(&checkpoint), options()) else { panic!("it was loaded") };
+    let Err(error) = try_load(open(checkpoint), options()) else { panic!("it was loaded") };
     println!("{error}");
     assert_eq!(error.kind(), Kind::Input);
     let text = error.to_string();
@@ -89,8 +99,7 @@ fn is_refused(base: &str, words: &[&str], edit: impl FnOnce(&mut Tensors)) {
         assert!(text.contains(word), "expected {word:?} in {text}");
     }
     let lost = free.abs_diff(device.free_bytes().expect("free bytes"));
-    assert!(lost <= 64 << 20, "{lost} bytes came or went");
-    load_on_cpu(open(&checkpoint), &options());
+    assert!(lost <= SLACK, "{lost} bytes came or went");
 }
 
 /// Modules that `linear` formats may have, with these ends of names.
@@ -301,13 +310,8 @@ fn gate_and_up_of_two_formats_are_refused() {
 /// Shapes that the kernels do not take, named with their limits.
 #[test]
 fn a_selection_that_is_too_large_is_refused() {
-    let Some((_turn, _device)) = device() else { return };
+    let Some(turn) = turn() else { return };
     let checkpoint = Copy::of(TINY);
     checkpoint.edit_json("config.json", |config| config["index_topk"] = 100_000.into());
-    let Err(error) = try_load(open(&checkpoint), options()) else { panic!("it was loaded") };
-    println!("{error}");
-    for word in ["index_topk 100000", "at most", "--backend cpu"] {
-        assert!(error.to_string().contains(word), "{error}");
-    }
-    load_on_cpu(open(&checkpoint), &options());
+    refuses(&turn, &checkpoint, &["index_topk 100000", "at most"]);
 }

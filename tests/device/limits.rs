@@ -9,7 +9,7 @@ use crate::engines::{Golden, golden, greedy, long_golden, oracle, run, run_plain
 use crate::{device, load, tiny, try_load, turn};
 
 /// Memory that may stay taken: what the driver keeps for the next module or graph.
-const SLACK: usize = 64 << 20;
+pub const SLACK: usize = 64 << 20;
 
 fn refused(engine: talon::error::Result<Engine>) -> Error {
     let Err(error) = engine else { panic!("it was loaded") };

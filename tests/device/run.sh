@@ -7,8 +7,8 @@ set -eu
 cd "$(dirname "$0")/../.."
 
 if [ "${1:-}" = build ]; then
-  cargo test --release --locked --no-run --test device --message-format=json |
-    sed -n 's/.*"name":"device".*"executable":"\([^"]*\)".*/\1/p'
+  built=$(cargo test --release --locked --no-run --test device --message-format=json-render-diagnostics)
+  echo "$built" | sed -n 's/.*"name":"device".*"executable":"\([^"]*\)".*/\1/p'
   exit
 fi
 
