@@ -5,9 +5,9 @@ mod common;
 
 use std::sync::LazyLock;
 
+use common::quantise::{dequantise_fp8, dequantise_nvfp4, fp8, nvfp4, packed};
 use common::{Copy, DEMO, INDEX, SHARD_1, TINY, Tensor, Tensors, generate, read_json, repository};
 use serde_json::{Value, json};
-use talon::weights::decode_e4m3;
 
 const EXPERT: &str = "model.layers.1.mlp.experts.3";
 const CONFIG: &str = "config.json";
@@ -208,20 +208,7 @@ fn one_file_without_an_index() {
 /// compressed-tensors: other names, and the global scale's reciprocal.
 #[test]
 fn compressed_tensors() {
-    let checkpoint = edited(|tensors| {
-        let names: Vec<String> = tensors.0.keys().cloned().collect();
-        for global in names.iter().filter(|name| name.ends_with("weight_scale_2")) {
-            let name = global.strip_suffix("_scale_2").unwrap();
-            let module = name.strip_suffix(".weight").unwrap();
-            let codes = tensors.remove(name);
-            tensors.0.insert(format!("{name}_packed"), codes);
-            let scale = tensors.remove(global);
-            let reciprocal = Tensor::f32(&[1], &[1.0 / scale.values()[0]], &scale.shard);
-            tensors.0.insert(format!("{name}_global_scale"), reciprocal);
-            let input = tensors.remove(&format!("{module}.input_scale"));
-            tensors.0.insert(format!("{module}.input_global_scale"), input);
-        }
-    });
+    let checkpoint = edited(packed);
     checkpoint.remove(QUANT);
     checkpoint.edit_json(CONFIG, |config| {
         config["quantization_config"] =
@@ -278,91 +265,6 @@ fn fp8_blocks() {
         dequantise_nvfp4(tensors, &format!("{EXPERT}.gate_proj"));
     });
     assert_same_tokens(&routed, "");
-}
-
-const E2M1: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
-
-/// The code of the nearest of `values`.
-fn nearest(value: f32, values: &[f32]) -> u8 {
-    let distance = |code: &usize| (values[*code] - value.abs()).abs();
-    (0..values.len()).min_by(|a, b| distance(a).total_cmp(&distance(b))).unwrap() as u8
-}
-
-fn nvfp4(tensors: &mut Tensors, module: &str) {
-    let name = format!("{module}.weight");
-    let plain = tensors.remove(&name);
-    let values = plain.values();
-    let amax = |values: &[f32]| values.iter().fold(0.0, |max: f32, value| max.max(value.abs()));
-    let global = amax(&values) / (6.0 * 448.0);
-    let positive: Vec<f32> = (0..0x7F).map(decode_e4m3).collect();
-    let (mut codes, mut scales) = (Vec::new(), Vec::new());
-    for block in values.chunks(16) {
-        let scale = nearest(amax(block) / (6.0 * global), &positive).max(1);
-        scales.push(scale);
-        let step = decode_e4m3(scale) * global;
-        let code = |value: f32| nearest(value / step, &E2M1) | (u8::from(value < 0.0) << 3);
-        codes.extend(block.chunks(2).map(|pair| code(pair[0]) | code(pair[1]) << 4));
-    }
-    let (rows, columns) = (plain.shape[0], plain.shape[1]);
-    let mut put = |suffix: &str, dtype: &str, shape: Vec<usize>, bytes: Vec<u8>| {
-        let shard = plain.shard.clone();
-        tensors
-            .0
-            .insert(format!("{name}{suffix}"), Tensor { dtype: dtype.into(), shape, bytes, shard });
-    };
-    put("", "U8", vec![rows, columns / 2], codes);
-    put("_scale", "F8_E4M3", vec![rows, columns / 16], scales);
-    put("_scale_2", "F32", vec![], global.to_le_bytes().to_vec());
-}
-
-fn dequantise_nvfp4(tensors: &mut Tensors, module: &str) {
-    let name = format!("{module}.weight");
-    let (codes, scales) = (tensors.remove(&name), tensors.remove(&format!("{name}_scale")));
-    let global = tensors.remove(&format!("{name}_scale_2")).values()[0];
-    let value = |code: u8| E2M1[usize::from(code & 7)] * if code & 8 == 0 { 1.0 } else { -1.0 };
-    let values: Vec<f32> = (codes.bytes.iter().enumerate())
-        .flat_map(|(at, byte)| {
-            let scale = decode_e4m3(scales.bytes[at / 8]) * global;
-            [value(byte & 15) * scale, value(byte >> 4) * scale]
-        })
-        .collect();
-    let shape = [codes.shape[0], codes.shape[1] * 2];
-    tensors.0.insert(name, Tensor::f32(&shape, &values, &codes.shard));
-}
-
-fn fp8(tensors: &mut Tensors, module: &str) {
-    let name = format!("{module}.weight");
-    let plain = tensors.remove(&name);
-    let values = plain.values();
-    let (rows, columns) = (plain.shape[0], plain.shape[1]);
-    let across = columns.div_ceil(128);
-    let mut scales = vec![0.0f32; rows.div_ceil(128) * across];
-    let block = |at: usize| at / columns / 128 * across + at % columns / 128;
-    for (at, value) in values.iter().enumerate() {
-        let scale = &mut scales[block(at)];
-        *scale = scale.max(value.abs() / 448.0);
-    }
-    let positive: Vec<f32> = (0..0x7F).map(decode_e4m3).collect();
-    let code = |(at, value): (usize, &f32)| {
-        nearest(value / scales[block(at)], &positive) | (u8::from(*value < 0.0) << 7)
-    };
-    let codes = values.iter().enumerate().map(code).collect();
-    let scale = Tensor::f32(&[rows.div_ceil(128), across], &scales, &plain.shard);
-    tensors.0.insert(format!("{name}_scale_inv"), scale);
-    tensors.0.insert(name, Tensor { dtype: "F8_E4M3".into(), bytes: codes, ..plain });
-}
-
-fn dequantise_fp8(tensors: &mut Tensors, module: &str) {
-    let name = format!("{module}.weight");
-    let (codes, scales) = (tensors.remove(&name), tensors.remove(&format!("{name}_scale_inv")));
-    let (columns, scale) = (codes.shape[1], scales.values());
-    let values: Vec<f32> = (codes.bytes.iter().enumerate())
-        .map(|(at, code)| {
-            let (row, column) = (at / columns / 128, at % columns / 128);
-            decode_e4m3(*code) * scale[row * scales.shape[1] + column]
-        })
-        .collect();
-    tensors.0.insert(name, Tensor::f32(&codes.shape, &values, &codes.shard));
 }
 
 /// The one thing that a format forbids: ranks that share a scale. Told before anything is loaded.

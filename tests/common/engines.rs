@@ -4,7 +4,9 @@
 // Every test binary compiles this module and uses only a part of it.
 #![allow(dead_code)]
 
-use std::path::{Path, PathBuf};
+// Both files of this folder use it, and some tests use both.
+#[allow(clippy::duplicate_mod)]
+mod repository;
 
 use serde_json::Value;
 use talon::engine::{DraftChoice, Engine, Flow, Generation, LoadOptions, Request, Sampling};
@@ -18,9 +20,7 @@ pub fn soak() -> usize {
     std::env::var("TALON_SOAK").map_or(1, |times| times.parse().expect("TALON_SOAK is a number"))
 }
 
-pub fn repository_file(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
+pub use repository::repository as repository_file;
 
 pub fn load(source: Source, options: &LoadOptions) -> Engine {
     Engine::load(source, options, &|_, _| {}).expect("the checkpoint loads")

@@ -4,6 +4,11 @@
 // Every test binary compiles this module and uses only a part of it.
 #![allow(dead_code)]
 
+pub mod quantise;
+// Both files of this folder use it, and some tests use both.
+#[allow(clippy::duplicate_mod)]
+mod repository;
+
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -19,10 +24,7 @@ pub const INDEX: &str = "model.safetensors.index.json";
 pub const SHARD_1: &str = "model-00001-of-00002.safetensors";
 pub const SHARD_2: &str = "model-00002-of-00002.safetensors";
 
-/// A file of the repository.
-pub fn repository(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
+pub use repository::repository;
 
 pub fn read_json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
