@@ -50,32 +50,34 @@ struct ExpertUnits {
     }
 };
 
-// terms: [used + SHARED_WARPS][8 NB][DOWN_ROWS]. Stores a tile's results at `term`.
-template <int NB, class Scale>
+// terms: [used + SHARED_WARPS][8 NB][DOWN_ROWS]. Stores a tile's results and clears them;
+// `place_of(row, scale)` is where a row's term goes, below 0 for nowhere.
+template <int NB, class Place>
 __device__ __forceinline__ void store_term(
-    float* terms, int tile, float (&acc)[NB][4], Scale scale_and_place
+    float* terms, int tile, float (&acc)[NB][4], Place place_of
 ) {
     const int g = threadIdx.x % WARP / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < NB; n++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = n * 8 + 2 * q + i % 2;
+        for (int odd = 0; odd < 2; odd++) {
+            const int row = n * 8 + 2 * q + odd;
             float scale;
-            const int place = scale_and_place(row, scale);
+            const int place = place_of(row, scale);
             if (place >= 0) {
-                terms[(place * NB * 8 + row) * DOWN_ROWS + tile * TILE + g + i / 2 * 8] =
-                    acc[n][i] * scale;
+                float* term = terms + (place * NB * 8 + row) * DOWN_ROWS + tile * TILE + g;
+                term[0] = acc[n][odd] * scale;
+                term[8] = acc[n][odd + 2] * scale;
             }
-            acc[n][i] = 0;
+            acc[n][odd] = 0, acc[n][odd + 2] = 0;
         }
     }
 }
 
 template <int NB, int format>
 __device__ __forceinline__ void run_experts(
-    const DownExperts& experts, const Routing& routing, const half* activations, int used,
-    int width, int count, uint8_t* shared, float* terms
+    const DownExperts& experts, const Routing& routing, const float* globals,
+    const half* activations, int used, int width, int count, uint8_t* shared, float* terms
 ) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;
@@ -93,12 +95,16 @@ __device__ __forceinline__ void run_experts(
         items * of_item,
         [&](int, const half*(&next)[NB]) {
             const int of = routing.list[next_at];
+            const int column = next_unit % units * UNIT;
 #pragma unroll
             for (int n = 0; n < NB; n++) {
-                const int row = min(n * 8 + g, count - 1);
-                const int place = max(routing.place[row][of], 0);
-                next[n] = activations + (static_cast<size_t>(row) * used + place) * width +
-                          next_unit % units * UNIT;
+                if (column == 0) {
+                    const int row = min(n * 8 + g, count - 1);
+                    const int place = max(routing.place[row][of], 0);
+                    next[n] = activations + (static_cast<size_t>(row) * used + place) * width;
+                } else {
+                    next[n] += UNIT;
+                }
             }
             if (++next_unit == of_item) next_unit = 0, next_at += EXPERT_WARPS;
         },
@@ -112,7 +118,7 @@ __device__ __forceinline__ void run_experts(
         [&](int, float(&acc)[NB][4]) {
             if (unit == 0) {
                 expert = routing.list[at];
-                global = __ldg(experts.globals + expert) * DECODED_SCALE<format>;
+                global = globals[expert] * DECODED_SCALE<format>;
             }
             if (unit % units == units - 1) {
                 store_term<NB>(terms, unit / units, acc, [&](int row, float& scale) {
@@ -192,13 +198,15 @@ __device__ __forceinline__ void run_shared(
 // Shared: the rings, then terms [used + SHARED_WARPS][8 NB][DOWN_ROWS].
 template <int NB>
 __device__ __forceinline__ void down(
-    const DownExperts& experts, const Matrix& shared_down, const Routing* all, int used,
+    const DownExperts& experts, const Matrix& shared_down, const Routing* all, int number, int used,
     const half* activations, const half* shared_activations, float* partial, int hidden, int width,
     int count
 ) {
     release_consumer();
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Routing routing;
+    __shared__ float globals[MAX_EXPERTS];
+    for (int i = threadIdx.x; i < number; i += blockDim.x) globals[i] = experts.globals[i];
     float* terms = reinterpret_cast<float*>(shared + DOWN_WARPS * DOWN_RING * SLOT);
     if (threadIdx.x / WARP >= EXPERT_WARPS) {
         switch (shared_down.format) {
@@ -221,13 +229,13 @@ __device__ __forceinline__ void down(
     if (threadIdx.x / WARP < EXPERT_WARPS) {
         switch (experts.first.format) {
             case F16:
-                run_experts<NB, F16>(experts, routing, activations, used, width, count, shared, terms);
+                run_experts<NB, F16>(experts, routing, globals, activations, used, width, count, shared, terms);
                 break;
             case FP8:
-                run_experts<NB, FP8>(experts, routing, activations, used, width, count, shared, terms);
+                run_experts<NB, FP8>(experts, routing, globals, activations, used, width, count, shared, terms);
                 break;
             default:
-                run_experts<NB, NVFP4>(experts, routing, activations, used, width, count, shared, terms);
+                run_experts<NB, NVFP4>(experts, routing, globals, activations, used, width, count, shared, terms);
         }
     }
     __syncthreads();
@@ -245,18 +253,18 @@ __device__ __forceinline__ void down(
 
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP, 3) expert_down_8(
     const __grid_constant__ DownExperts experts, const __grid_constant__ Matrix shared_down,
-    const Routing* routing, int used, const half* activations,
+    const Routing* routing, int number, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count
 ) {
-    down<1>(experts, shared_down, routing, used, activations, shared_activations, partial, hidden,
+    down<1>(experts, shared_down, routing, number, used, activations, shared_activations, partial, hidden,
             width, count);
 }
 
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_16(
     const __grid_constant__ DownExperts experts, const __grid_constant__ Matrix shared_down,
-    const Routing* routing, int used, const half* activations,
+    const Routing* routing, int number, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count
 ) {
-    down<2>(experts, shared_down, routing, used, activations, shared_activations, partial, hidden,
+    down<2>(experts, shared_down, routing, number, used, activations, shared_activations, partial, hidden,
             width, count);
 }

@@ -14,8 +14,7 @@ struct QueryLayout {
 };
 
 // Rope on the pair that `r` belongs to.
-__device__ __forceinline__ float turned(const float* values, int r, int pair, const float2* turn) {
-    const float2 angle = turn[pair];
+__device__ __forceinline__ float turned(const float* values, int r, float2 angle) {
     return r % 2 == 0 ? values[r] * angle.x - values[r + 1] * angle.y
                       : values[r] * angle.x + values[r - 1] * angle.y;
 }
@@ -31,6 +30,17 @@ __device__ __forceinline__ void project(
 ) {
     release_consumer();
     const int tile = blockIdx.x;
+    // A thread finishes one result; its angle is loaded before the wait.
+    const int own_row = threadIdx.x % TILE, own_vector = min(threadIdx.x / TILE, count - 1);
+    const float2* turn = angles + static_cast<size_t>(rows[own_vector].position) * (l.rope / 2);
+    float2 angle = make_float2(1, 0);
+    if (tile < q_b.tiles()) {
+        const int d = (tile * TILE + own_row) % (l.nope + l.rope);
+        if (d >= l.nope) angle = turn[(d - l.nope) / 2];
+    } else {
+        const int d = ((tile - q_b.tiles()) * TILE + own_row) % l.index_dim;
+        if (d < l.rope) angle = turn[d / 2];
+    }
     if (tile < q_b.tiles()) {
         linear<LINEAR_WARPS, NB>(
             q_b, tile, 0, 1, query_latents, l.q_rank, count,
@@ -42,11 +52,9 @@ __device__ __forceinline__ void project(
                         to_half(values[r]);
                     return;
                 }
-                const float2* turn = angles + static_cast<size_t>(rows[n].position) * (l.rope / 2);
                 half* query = queries + (static_cast<size_t>(n) * l.heads + head) *
                                             (l.kv_rank + l.rope);
-                query[l.kv_rank + d - l.nope] =
-                    to_half(turned(values, r, (d - l.nope) / 2, turn));
+                query[l.kv_rank + d - l.nope] = to_half(turned(values, r, angle));
             }
         );
     } else {
@@ -55,9 +63,8 @@ __device__ __forceinline__ void project(
             [&](int t, int r, int n, const float* values) {
                 const int i = t * TILE + r, d = i % l.index_dim;
                 if (i >= l.index_heads * l.index_dim) return;
-                const float2* turn = angles + static_cast<size_t>(rows[n].position) * (l.rope / 2);
                 index_queries[static_cast<size_t>(n) * l.index_heads * l.index_dim + i] =
-                    to_half(d < l.rope ? turned(values, r, d / 2, turn) : values[r]);
+                    to_half(d < l.rope ? turned(values, r, angle) : values[r]);
             }
         );
     }

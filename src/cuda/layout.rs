@@ -210,7 +210,7 @@ pub struct GateUpExperts {
     pub up_globals: u64,
 }
 
-/// expert_gate_up.cu, `SharedExpert`.
+/// choose_experts.cu, `SharedExpert`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub struct SharedExpert {

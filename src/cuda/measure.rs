@@ -275,7 +275,7 @@ impl Bench {
         Ok(bytes)
     }
 
-    /// Experts that any of the rows uses, as `expert_gate_up` left them.
+    /// Experts that any of the rows uses, as `choose_experts` left them.
     fn distinct_experts(&self) -> Result<usize> {
         let mut count = [0; 4];
         self.rank.stream.download(self.rank.buffers.routing, &mut count)?;

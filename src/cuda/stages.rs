@@ -118,7 +118,7 @@ impl Recorder<'_> {
     }
 
     /// A matrix times `x` into the partial sum.
-    fn into_partial(&self, matrix: &DeviceMatrix, x: u64) -> Result<()> {
+    fn partial_of(&self, matrix: &DeviceMatrix, x: u64) -> Result<()> {
         self.linear(
             self.rank.kernels.project_output.of(self.rows),
             [matrix.tiles(), 1, 1],
@@ -382,7 +382,7 @@ impl Stages for Recorder<'_> {
     }
 
     fn project_output(&mut self, layer: usize) -> Result<()> {
-        self.into_partial(&self.layer(layer).o_proj, self.rank.buffers.values)
+        self.partial_of(&self.layer(layer).o_proj, self.rank.buffers.values)
     }
 
     fn route(&mut self, layer: usize) -> Result<()> {
@@ -401,12 +401,7 @@ impl Stages for Recorder<'_> {
                 buffers.shared_sums.into(),
                 int(self.rows),
             ],
-        )
-    }
-
-    fn expert_gate_up(&mut self, layer: usize) -> Result<()> {
-        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
-        let moe = self.moe(layer);
+        )?;
         let layout = self.route_layout();
         let shared = SharedExpert {
             sums: buffers.shared_sums,
@@ -417,6 +412,25 @@ impl Stages for Recorder<'_> {
             globals: moe.shared_globals,
             padding: 0,
         };
+        self.launch(
+            &rank.kernels.choose_experts,
+            [1 + self.rows, 1, 1],
+            1024,
+            0,
+            &[
+                Arg::of(&layout),
+                Arg::of(&shared),
+                buffers.router_logits.into(),
+                moe.bias.into(),
+                buffers.routing.into(),
+                int(self.rows),
+            ],
+        )
+    }
+
+    fn expert_gate_up(&mut self, layer: usize) -> Result<()> {
+        let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
+        let moe = self.moe(layer);
         let kernel = rank.kernels.expert_gate_up.of(self.rows);
         let next = rank.weights.layers.get(layer + 1).map(|next| &next.q_a_proj);
         let used = (self.rows * config.num_experts_per_tok).min(config.n_routed_experts);
@@ -428,13 +442,10 @@ impl Stages for Recorder<'_> {
             [blocks, 1, 1],
             &[
                 Arg::of(&moe.gate_up),
-                Arg::of(&shared),
-                Arg::of(&layout),
-                buffers.router_logits.into(),
-                moe.bias.into(),
-                buffers.normed.into(),
                 buffers.routing.into(),
+                buffers.normed.into(),
                 buffers.activations.into(),
+                int(config.num_experts_per_tok),
                 int(moe.width),
                 Arg::of(&self.ahead(next)),
                 int(self.rows),
@@ -454,6 +465,7 @@ impl Stages for Recorder<'_> {
                 Arg::of(&moe.down),
                 Arg::of(&moe.shared_down),
                 buffers.routing.into(),
+                int(config.n_routed_experts),
                 int(config.num_experts_per_tok),
                 buffers.activations.into(),
                 buffers.mlp_activations.into(),
@@ -488,7 +500,7 @@ impl Stages for Recorder<'_> {
         let DeviceMlp::Dense { down, .. } = &self.layer(layer).mlp else {
             unreachable!("forward() runs dense stages only in dense layers");
         };
-        self.into_partial(down, self.rank.buffers.mlp_activations)
+        self.partial_of(down, self.rank.buffers.mlp_activations)
     }
 
     /// The results lie in the buffers; the backend reads them after the step.

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use log::warn;
-
 use super::{Limits, LoadOptions, memory};
 use crate::cpu::{CpuOptions, CpuRanks, DraftModel, cache_bytes};
 use crate::cuda::{CudaBackend, CudaOptions, Device, has_kernels};
@@ -43,27 +41,28 @@ pub(super) struct Running {
     pub device: Option<DeviceUse>,
 }
 
-/// The backend that a load will use, decided before anything large is done.
+/// The backend that a load will use, decided before anything large is done; and why it is the CPU,
+/// if the GPU was left.
 ///
 /// # Errors
 /// Input error if the GPU was asked for, by name or by `--rank-slice`, and there is none to use.
-pub(super) fn choose(options: &LoadOptions, draft_asked: bool) -> Result<BackendChoice> {
+pub(super) fn choose(
+    options: &LoadOptions,
+    draft_asked: bool,
+) -> Result<(BackendChoice, Option<String>)> {
     let sliced = options.rank_slice.is_some();
     let fault = match options.backend {
         BackendChoice::Cpu if sliced => {
             return Err(Error::input("--rank-slice needs a GPU: --backend cuda"));
         }
-        BackendChoice::Cpu => return Ok(BackendChoice::Cpu),
+        BackendChoice::Cpu => return Ok((BackendChoice::Cpu, None)),
         _ => cuda_fault(options, draft_asked),
     };
     match (fault, options.backend) {
-        (None, _) => Ok(BackendChoice::Cuda),
+        (None, _) => Ok((BackendChoice::Cuda, None)),
         (Some(fault), BackendChoice::Cuda) => Err(Error::input(format!("--backend cuda: {fault}"))),
         (Some(fault), _) if sliced => Err(Error::input(format!("--rank-slice: {fault}"))),
-        (Some(fault), _) => {
-            warn!("running on the CPU: {fault}");
-            Ok(BackendChoice::Cpu)
-        }
+        (Some(fault), _) => Ok((BackendChoice::Cpu, Some(fault))),
     }
 }
 

@@ -187,7 +187,7 @@ impl Engine {
         }
         let ranks = options.rank_slice.map_or(options.tp, |slice| slice.of);
         audit.check_ranks(&manifest, &config.geometry(), ranks)?;
-        let backend = backends::choose(options, options.draft.is_explicit())?;
+        let (backend, left_gpu) = backends::choose(options, options.draft.is_explicit())?;
 
         let total = scale_bytes(&audit);
         let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
@@ -234,6 +234,10 @@ impl Engine {
         let backends::Running { backend, name, device } =
             backends::start(backend, &config, &weights, &draft, (options, &limits), &uploaded)?;
         info!("{layout}; {name} backend, {} ranks, context {}", limits.tp, limits.context);
+        // Behind what may refuse the load, whose message would otherwise be a second line.
+        if let Some(fault) = left_gpu {
+            warn!("running on the CPU: {fault}");
+        }
         let slots = session::Slots::new(limits.parallel);
         let policy = match options.draft_tokens {
             Some(count) => Policy::Fixed(count),
