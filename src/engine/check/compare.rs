@@ -8,7 +8,7 @@ use crate::cuda::{Buffer, Route, Stored, decode_routes};
 pub struct Bound {
     /// The stage.
     pub stage: &'static str,
-    /// Relative RMS error of outputs that the device keeps as f16, and as f32.
+    /// Relative RMS error of each row of outputs that the device keeps as f16, and as f32.
     pub half: f64,
     pub single: f64,
 }
@@ -123,53 +123,62 @@ impl Wanted {
     }
 }
 
-/// Compares values with those of each row.
+/// Compares values with those of each row. The bound holds for every row, as rows of attention
+/// differ in size.
 pub fn values_differ(found: &[f32], wanted: &[Vec<f32>], bound: f64) -> Judgement {
     let count: usize = wanted.iter().map(Vec::len).sum();
     if found.len() != count {
         return Judgement::fault(format!("{} values where the CPU has {count}", found.len()));
     }
-    let all = || {
-        let places = wanted.iter().enumerate();
-        let places = places.flat_map(|(row, values)| (0..values.len()).map(move |at| (row, at)));
-        let pairs = found.iter().zip(wanted.iter().flatten());
-        places.zip(pairs.map(|(found, wanted)| (f64::from(*found), f64::from(*wanted))))
-    };
-    if let Some(((row, at), _)) = all().find(|(_, (_, wanted))| !wanted.is_finite()) {
-        return Judgement::fault(format!("the CPU's value {at} of row {row} is not finite"));
+    let mut judged = Judgement::default();
+    let (mut errors, mut squares, mut lost) = (0.0, 0.0, 0);
+    let mut rest = found;
+    for (row, wanted) in wanted.iter().enumerate() {
+        let (found, behind) = rest.split_at(wanted.len());
+        rest = behind;
+        let pairs = || found.iter().zip(wanted).map(|(f, w)| (f64::from(*f), f64::from(*w)));
+        if let Some(at) = wanted.iter().position(|value| !value.is_finite()) {
+            return Judgement::fault(format!("the CPU's value {at} of row {row} is not finite"));
+        }
+        if let Some(at) = found.iter().position(|value| !value.is_finite()) {
+            lost += found.iter().filter(|value| !value.is_finite()).count();
+            judged.fault.get_or_insert_with(|| format!("first value {at} of row {row}"));
+            continue;
+        }
+        let of_row: f64 = pairs().map(|(found, wanted)| (found - wanted).powi(2)).sum();
+        let size: f64 = pairs().map(|(_, wanted)| wanted * wanted).sum();
+        errors += of_row;
+        squares += size;
+        let largest = pairs().map(|(found, wanted)| (found - wanted).abs()).fold(0.0, f64::max);
+        judged.largest = judged.largest.max(largest);
+        let rms = (size / wanted.len().max(1) as f64).sqrt();
+        let far = pairs().position(|(found, wanted)| {
+            (found - wanted).abs() > SINGLE_VALUE * bound * (rms + wanted.abs())
+        });
+        let relative = ratio(of_row, size);
+        if (far.is_none() && relative <= bound) || judged.fault.is_some() {
+            continue;
+        }
+        let mut fault =
+            format!("relative RMS error {relative:.1e} in row {row}, at most {bound:.0e}");
+        if let Some(at) = far {
+            let (found, wanted) = (found[at], wanted[at]);
+            let _ = write!(fault, "; value {at} is {found:.6e}, the CPU's {wanted:.6e}");
+        }
+        judged.fault = Some(fault);
     }
-    let lost = all().filter(|(_, (found, _))| !found.is_finite()).count();
-    if let Some(((row, at), _)) = all().find(|(_, (found, _))| !found.is_finite()) {
-        return Judgement::fault(format!(
-            "{lost} of {count} values were not written or are not finite, the first is value {at} \
-             of row {row}"
-        ));
+    judged.relative_rms = ratio(errors, squares);
+    if lost > 0 {
+        let first = judged.fault.unwrap_or_default();
+        judged.fault =
+            Some(format!("{lost} of {count} values were not written or are not finite; {first}"));
     }
-    let (mut errors, mut squares, mut largest) = (0.0, 0.0, 0.0f64);
-    for (_, (found, wanted)) in all() {
-        errors += (found - wanted).powi(2);
-        squares += wanted * wanted;
-        largest = largest.max((found - wanted).abs());
-    }
-    let relative_rms = match (errors, squares) {
-        (0.0, _) => 0.0,
-        (_, 0.0) => f64::INFINITY,
-        (errors, squares) => (errors / squares).sqrt(),
-    };
-    let rms = (squares / count.max(1) as f64).sqrt();
-    let mut judged = Judgement { relative_rms, largest, ..Judgement::default() };
-    let far = all().find(|(_, (found, wanted))| {
-        (found - wanted).abs() > SINGLE_VALUE * bound * (rms + wanted.abs())
-    });
-    if far.is_none() && relative_rms <= bound {
-        return judged;
-    }
-    let mut fault = format!("relative RMS error {relative_rms:.1e}, at most {bound:.0e}");
-    if let Some(((row, at), (found, wanted))) = far {
-        let _ = write!(fault, "; value {at} of row {row} is {found:.6e}, the CPU's {wanted:.6e}");
-    }
-    judged.fault = Some(fault);
     judged
+}
+
+/// Root of the errors over the squares, both summed.
+fn ratio(errors: f64, squares: f64) -> f64 {
+    if errors == 0.0 { 0.0 } else { (errors / squares).sqrt() }
 }
 
 /// Compares experts: the same ones, but for those whose choices are within `bound`, and in rows
@@ -255,7 +264,7 @@ mod tests {
         assert_eq!((judgement.relative_rms, judgement.largest), (0.1, 0.5));
         assert_eq!(judgement.fault, None);
         let fault = judged(&[3.0, 4.5], &[3.0, 4.0], 0.09).fault.expect("above the bound");
-        assert_eq!(fault, "relative RMS error 1.0e-1, at most 9e-2");
+        assert_eq!(fault, "relative RMS error 1.0e-1 in row 0, at most 9e-2");
     }
 
     #[test]
@@ -265,7 +274,19 @@ mod tests {
         found[70_000] = 1.1;
         let judgement = judged(&found, &wanted, 1e-3);
         assert!(judgement.relative_rms < 1e-3, "{judgement:?}");
-        assert!(judgement.fault.expect("a fault").contains("value 70000 of row 0 is 1.1"));
+        assert!(
+            judgement.fault.expect("a fault").contains("row 0, at most 1e-3; value 70000 is 1.1")
+        );
+    }
+
+    #[test]
+    fn a_wrong_row_of_small_values_is_found() {
+        let wanted = vec![vec![100.0; 8], vec![0.01; 8]];
+        let found = [[100.0; 8], [0.0101; 8]].concat();
+        let judgement = values_differ(&found, &wanted, 1e-3);
+        assert!(judgement.relative_rms < 1e-5, "{judgement:?}");
+        let fault = judgement.fault.expect("a fault");
+        assert!(fault.starts_with("relative RMS error 1.0e-2 in row 1"), "{fault}");
     }
 
     #[test]
@@ -293,7 +314,7 @@ mod tests {
         assert!(fault.starts_with("routing: row 0 uses [0, 1], the CPU [0, 2]"), "{fault}");
         assert_eq!(judge(0.4, &wanted), Judgement::default());
         let fault = judge(0.4, &[vec![(0, 0.5), (2, 0.51)]]).fault.expect("a wrong weight");
-        assert!(fault.contains("value 1 of row 0"), "{fault}");
+        assert!(fault.contains("row 0, at most 1e-4; value 1 is"), "{fault}");
     }
 
     #[test]
