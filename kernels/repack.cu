@@ -36,6 +36,9 @@ __device__ __forceinline__ uint32_t byte_at(const Stored& s, int part, size_t at
 
 // 4 stored bytes = 8 codes from column `k` on; see decode_nvfp4 for the order of the bits.
 __device__ __forceinline__ uint32_t nvfp4_word(const Stored& s, int part, int row, int k) {
+    // A scale's sign goes to its codes, so that the kernels' scales have none.
+    const uint32_t flip =
+        s.scales[part][static_cast<size_t>(row) * (s.columns / 16) + k / 16] >> 7;
     uint32_t word = 0;
     for (int p = 0; p < 4; p++) {
         const uint32_t pair =
@@ -44,7 +47,7 @@ __device__ __forceinline__ uint32_t nvfp4_word(const Stored& s, int part, int ro
                 : 0;
         for (int half = 0; half < 2; half++) {
             const uint32_t code = pair >> (4 * half) & 15;
-            const uint32_t sign = code >> 3, magnitude = code & 7;
+            const uint32_t sign = (code >> 3) ^ flip, magnitude = code & 7;
             const uint32_t bits = p < 2 ? (sign << 15 | magnitude << 9) >> (3 * p)
                                         : sign << (16 - p) | magnitude << (9 - 3 * p);
             word |= bits << (16 * half);
@@ -89,7 +92,7 @@ extern "C" __global__ void repack_codes(
         } else {
             for (int j = 0; j < 4; j++) {
                 const int k = unit * UNIT + (half * 2 + j / 2) * BLOCK + 8 * q;
-                if (stored_row(s, t, g + j % 2 * 8, part, row)) {
+                if (stored_row(s, t, g + j % 2 * 8, part, row) && k < s.columns) {
                     words[j] = nvfp4_word(s, part, row, k);
                 }
             }
@@ -112,7 +115,7 @@ extern "C" __global__ void repack_scales(
         int part, row;
         uint8_t scale = 0;
         if (stored_row(s, t, g + 8 * lower, part, row) && group * 16 < s.columns) {
-            scale = s.scales[part][static_cast<size_t>(row) * (s.columns / 16) + group];
+            scale = s.scales[part][static_cast<size_t>(row) * (s.columns / 16) + group] & 0x7F;
         }
         out[i] = scale;
     }

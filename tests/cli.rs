@@ -36,7 +36,7 @@ fn ids(value: &Value) -> Vec<u64> {
 fn help_names_every_command_and_goes_to_stdout() {
     for args in [&["--help"][..], &["-h"]] {
         let help = succeeds(args);
-        for command in ["bench", "generate", "verify", "version"] {
+        for command in ["bench", "generate", "kernels", "verify", "version"] {
             assert!(help.stdout.contains(command), "{help:?}");
         }
         assert_eq!(help.stderr, "");
@@ -104,11 +104,25 @@ fn bad_usage_is_one_line_and_exit_code_2() {
         (&["generate", "x", "--draft", "/dev/null/none"], &["/dev/null/none/config.json"]),
         (&["generate", "x", "--draft-tokens", "8"], &["--draft-tokens 8"]),
         (&["generate", "x", "--draft-rope-theta", "0"], &["--draft-rope-theta"]),
+        (&["kernels", "--rows", "17"], &["--rows 17", "1 to 16"]),
+        (&["kernels", "--repeats", "2"], &["--repeats 2", "--check"]),
+        (&["kernels", "--check", "--context", "8"], &["--context 8"]),
         (&["bench", "--simulate-acceptance", "0.5"], &["--simulate-acceptance"]),
         (&["bench", "--sweep", "--draft", "none", "--runs", "1"], &["--sweep"]),
     ] {
         let outcome = talon(args);
         assert_one_line(&outcome, words);
+    }
+}
+
+#[test]
+fn kernels_without_a_gpu_are_one_line_and_exit_code_2() {
+    for args in [&["kernels"][..], &["kernels", "--check"]] {
+        let output = command(args).env("CUDA_VISIBLE_DEVICES", "").output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+        let outcome = Outcome { code: output.status.code(), stdout, stderr };
+        assert_one_line(&outcome, &["driver"]);
     }
 }
 

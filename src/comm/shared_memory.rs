@@ -17,6 +17,9 @@ const SPINS: usize = 200;
 pub struct SharedMemory {
     shared: Arc<Shared>,
     rank: usize,
+    ranks: usize,
+    /// Its mailbox: the rank, but for one that is alone.
+    mailbox: usize,
     turn: usize,
 }
 
@@ -27,22 +30,40 @@ struct Shared {
     aborted: AtomicBool,
 }
 
-impl SharedMemory {
-    /// The ends of `ranks` ranks, in rank order.
-    pub fn group(ranks: usize) -> Vec<Self> {
-        let mailboxes = || (0..ranks).map(|_| RwLock::new(Vec::new())).collect();
-        let shared = Arc::new(Shared {
-            mailboxes: [mailboxes(), mailboxes()],
+impl Shared {
+    fn new(mailboxes: usize) -> Self {
+        let make = || (0..mailboxes).map(|_| RwLock::new(Vec::new())).collect();
+        Self {
+            mailboxes: [make(), make()],
             arrived: AtomicUsize::new(0),
             round: AtomicUsize::new(0),
             aborted: AtomicBool::new(false),
-        });
-        (0..ranks).map(|rank| Self { shared: shared.clone(), rank, turn: 0 }).collect()
+        }
+    }
+}
+
+impl SharedMemory {
+    /// The ends of `ranks` ranks, in rank order.
+    pub fn group(ranks: usize) -> Vec<Self> {
+        let shared = Arc::new(Shared::new(ranks));
+        let end = |rank| Self { shared: shared.clone(), rank, ranks, mailbox: rank, turn: 0 };
+        (0..ranks).map(end).collect()
     }
 
-    /// Number of ranks.
+    /// The end of one of `ranks` ranks that runs without the others: it reads only what it
+    /// publishes itself.
+    pub fn alone(rank: usize, ranks: usize) -> Self {
+        Self { shared: Arc::new(Shared::new(1)), rank, ranks, mailbox: 0, turn: 0 }
+    }
+
+    /// Number of ranks that share the model.
     pub fn ranks(&self) -> usize {
-        self.shared.mailboxes[0].len()
+        self.ranks
+    }
+
+    /// Whether this is the first of the ranks that exchange, which does what one of them has to.
+    pub fn is_first(&self) -> bool {
+        self.mailbox == 0
     }
 
     /// This rank.
@@ -59,7 +80,8 @@ impl SharedMemory {
         let mailboxes = &self.shared.mailboxes[self.turn];
         self.turn ^= 1;
         {
-            let mut mailbox = mailboxes[self.rank].write().unwrap_or_else(PoisonError::into_inner);
+            let mut mailbox =
+                mailboxes[self.mailbox].write().unwrap_or_else(PoisonError::into_inner);
             mailbox.clear();
             mailbox.extend_from_slice(mine);
         }
@@ -73,7 +95,7 @@ impl SharedMemory {
     fn barrier(&self) -> Result<()> {
         let shared = &self.shared;
         let round = shared.round.load(Ordering::Acquire);
-        if shared.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.ranks() {
+        if shared.arrived.fetch_add(1, Ordering::AcqRel) + 1 == shared.mailboxes[0].len() {
             shared.arrived.store(0, Ordering::Relaxed);
             shared.round.store(round.wrapping_add(1), Ordering::Release);
             return Ok(());
@@ -130,6 +152,17 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_rank_alone_reads_its_own_vector() {
+        let mut end = SharedMemory::alone(3, 8);
+        assert_eq!((end.rank(), end.ranks(), end.is_first()), (3, 8, true));
+        for round in 0..3 {
+            let mut seen = Vec::new();
+            end.exchange(&[round as f32], |_, theirs| seen.push(theirs.to_vec())).expect("alone");
+            assert_eq!(seen, [[round as f32]]);
+        }
     }
 
     #[test]

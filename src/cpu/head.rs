@@ -55,7 +55,7 @@ pub fn head(rank: &mut CpuRank) -> Result<Vec<RowResult>> {
     if !keep.is_empty() {
         let kept: Vec<f32> =
             keep.iter().flat_map(|i| &logits[i * share..][..share]).copied().collect();
-        let collects = rank.comm.rank() == 0;
+        let collects = rank.comm.is_first();
         rank.comm.exchange(&kept, |_, theirs| {
             if collects {
                 for (i, part) in keep.iter().zip(theirs.chunks_exact(share)) {

@@ -2,6 +2,7 @@
 //! the CUDA backend is compared with, so it is written to be read; nothing depends on the CPU's
 //! instruction set, and the same model gives the same bits on every machine.
 
+mod alone;
 mod attention;
 mod cache;
 mod draft_attend;
@@ -17,4 +18,6 @@ mod rank;
 mod ranks;
 mod residual;
 
+pub use cache::LayerCache;
+pub use rank::{Buffers, CpuRank};
 pub use ranks::{CpuOptions, CpuRanks, DraftModel, cache_bytes};

@@ -16,7 +16,7 @@ pub fn embed(rank: &mut CpuRank, step: &Step) {
     clear(&mut buffers.normed, count * hidden);
     clear(&mut buffers.partial, count * hidden);
     // The table is whole on every rank; one of them contributes it.
-    if rank.comm.rank() == 0 {
+    if rank.comm.is_first() {
         for (row, out) in step.rows.iter().zip(buffers.partial.chunks_exact_mut(hidden)) {
             let token = row.token as usize;
             rank.params.embed_tokens.decode(token..token + 1, out);

@@ -18,7 +18,9 @@ mod memory;
 mod module;
 mod places;
 mod plan;
+mod probe;
 mod rank;
+mod routing;
 mod stages;
 mod stream;
 mod upload;
@@ -33,7 +35,9 @@ pub use measure::{KernelTimes, StageTime, measure_kernels};
 pub use memory::{DeviceMemory, Pinned};
 pub use module::{Attributes, Kernel, Module};
 pub use plan::MemoryPlan;
+pub use probe::{Buffer, Probe, Stored};
 pub use rank::CudaOptions;
+pub use routing::{Route, decode_routes, encode_routes};
 pub use stream::Stream;
 
 /// Whether this build has kernels.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{DEFAULT_CONTEXT, LoadOptions, Opened};
-use crate::cuda::{self, CudaOptions, KernelTimes};
+use crate::cuda::{self, CudaOptions, Device, KernelTimes};
 use crate::error::Result;
 use crate::model::Weights;
 use crate::weights::{Slice, Source};
@@ -18,6 +18,8 @@ pub fn measure_kernels(
     rows: &[usize],
     progress: &dyn Fn(usize, usize),
 ) -> Result<KernelTimes> {
+    // Before a synthetic model is made, which takes seconds.
+    Device::open(options.device)?;
     let Opened { config, checkpoint, manifest, audit, .. } =
         Opened::new(source, options.ignore_index)?;
     let slice = options.rank_slice.unwrap_or(Slice { index: 0, of: 1 });

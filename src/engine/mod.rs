@@ -2,6 +2,7 @@
 //! in it. The command line, the benchmark and the server see only this.
 
 mod backends;
+mod check;
 mod drafting;
 mod generate;
 mod kernels;
@@ -12,6 +13,7 @@ mod session;
 mod text_model;
 
 pub use backends::{BackendChoice, DeviceUse};
+pub use check::{StageCheck, check_kernels};
 pub use drafting::DraftChoice;
 pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
 pub use kernels::measure_kernels;

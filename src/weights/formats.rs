@@ -127,6 +127,45 @@ impl Matrix {
         }
     }
 
+    /// A whole matrix of bytes that were made: codes row by row, and the scales of blocks where the
+    /// format has them. NVFP4's scale of the tensor is 1.
+    ///
+    /// # Errors
+    /// Runtime error if there are not as many bytes as the shape takes.
+    pub fn from_bytes(
+        format: StoredFormat,
+        (rows, columns): (usize, usize),
+        codes: Vec<u8>,
+        scales: Vec<u8>,
+    ) -> Result<Self> {
+        let count = rows * columns;
+        let (code_bytes, scale_bytes) = match format {
+            StoredFormat::F32 => (count * 4, 0),
+            StoredFormat::Bf16 | StoredFormat::F16 => (count * 2, 0),
+            StoredFormat::Nvfp4 => (count / 2, count / NVFP4_BLOCK),
+            StoredFormat::Fp8Block => {
+                (count, rows.div_ceil(FP8_BLOCK) * columns.div_ceil(FP8_BLOCK) * 4)
+            }
+        };
+        if (codes.len(), scales.len()) != (code_bytes, scale_bytes) {
+            return Err(Error::runtime(format!(
+                "a {format:?} matrix of {rows} x {columns}: expected {code_bytes} bytes of codes \
+                 and {scale_bytes} of scales, found {} and {}",
+                codes.len(),
+                scales.len()
+            )));
+        }
+        let (codes, block_scales) = (Bytes::owned(codes), Bytes::owned(scales));
+        let values = match format {
+            StoredFormat::F32 => Values::F32(codes),
+            StoredFormat::Bf16 => Values::Bf16(codes),
+            StoredFormat::F16 => Values::F16(codes),
+            StoredFormat::Nvfp4 => Values::Nvfp4 { codes, block_scales, global_scale: 1.0 },
+            StoredFormat::Fp8Block => Values::Fp8Block { codes, block_scales },
+        };
+        Ok(Self { rows: 0..rows, columns: 0..columns, stride: columns, values })
+    }
+
     fn cut(mut self, axis: Axis, rank: Slice) -> Self {
         let whole = if axis == Axis::Rows { self.rows.len() } else { self.columns.len() };
         let share = whole / rank.of;
