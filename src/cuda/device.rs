@@ -46,6 +46,7 @@ impl Device {
     /// Input error when there is no driver, when it is older than CUDA 13.0, or when there is no
     /// such GPU; runtime error when the GPU does not answer (another process may hold it for itself).
     pub fn open(ordinal: usize) -> Result<Arc<Self>> {
+        let _lock = driver::not_recording();
         driver::start()?;
         let count = driver::device_count()?;
         let index = match c_int::try_from(ordinal) {

@@ -1,6 +1,6 @@
 //! The driver itself: whether it is here, its version, and its start.
 
-use std::sync::OnceLock;
+use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -10,6 +10,20 @@ use crate::error::{Error, Result};
 /// CUDA 13.0, as the driver counts: 1000 · major + 10 · minor. Older drivers lack functions that are
 /// called here (cudarc panics where one is missing) and do not load the kernels.
 const OLDEST: u32 = 13000;
+
+/// Held to record a graph, and shared by what would spoil it: memory that any thread takes or gives
+/// back, and modules, end a recording on an H200 with driver 580, though it is the thread's own.
+static RECORDING: RwLock<()> = RwLock::new(());
+
+/// Nothing takes or gives back memory or modules while this is held.
+pub(super) fn recording() -> RwLockWriteGuard<'static, ()> {
+    RECORDING.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// No graph is recorded while this is held.
+pub(super) fn not_recording() -> RwLockReadGuard<'static, ()> {
+    RECORDING.read().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Whether libcuda can be loaded. Every other call of cudarc panics where it cannot.
 pub(super) fn is_present() -> bool {

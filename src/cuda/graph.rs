@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::check::{check, note};
+use super::driver::recording;
 use super::{Device, Stream};
 use crate::error::Result;
 
@@ -31,6 +32,7 @@ impl Stream {
     /// The error of `record`, or a runtime error when something in it cannot be recorded. The stream
     /// is as before in any case.
     pub fn capture(&self, record: impl FnOnce(&Self) -> Result<()>) -> Result<Graph> {
+        let _lock = recording();
         let capture = Capture::begin(self)?;
         record(self)?;
         let recorded = capture.end()?;

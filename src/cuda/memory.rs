@@ -7,6 +7,7 @@ use cudarc::driver::sys;
 
 use super::Device;
 use super::check::{check, note};
+use super::driver::not_recording;
 use crate::error::{Error, Result};
 
 const MIB: usize = 1 << 20;
@@ -26,6 +27,7 @@ impl DeviceMemory {
     /// # Errors
     /// Runtime error when the device has not enough left; it says how much was asked and is free.
     pub fn alloc(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+        let _lock = not_recording();
         device.make_current()?;
         let mut address = 0;
         // SAFETY: writes one address to a valid place. The driver refuses a size of 0.
@@ -57,6 +59,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
+        let _lock = not_recording();
         if self.device.make_current().is_ok() {
             // SAFETY: allocated in `alloc`, in this context, and freed only here.
             note(unsafe { sys::cuMemFree_v2(self.address) }, "cuMemFree");
@@ -85,6 +88,7 @@ impl Pinned {
     /// # Errors
     /// Runtime error when the host does not lock that much memory.
     pub fn alloc(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+        let _lock = not_recording();
         device.make_current()?;
         let mut start = std::ptr::null_mut();
         // SAFETY: writes one address to a valid place. The driver refuses a size of 0.
@@ -124,6 +128,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
+        let _lock = not_recording();
         if self.device.make_current().is_ok() {
             // SAFETY: waits for the context that is current, so that no copy is on its way.
             note(unsafe { sys::cuCtxSynchronize() }, "cuCtxSynchronize");

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute, CUresult};
 
 use super::check::{check, note};
+use super::driver::not_recording;
 use super::{Device, fatbin};
 use crate::error::{Error, Result};
 
@@ -43,6 +44,7 @@ impl Module {
                 fatbin.len()
             ))
         })?;
+        let _lock = not_recording();
         device.make_current()?;
         let words = fatbin::aligned(fatbin);
         let mut handle = std::ptr::null_mut();
@@ -66,6 +68,7 @@ impl Module {
     /// # Errors
     /// Runtime error when the module has no such kernel.
     pub fn kernel(&self, name: &str) -> Result<Kernel> {
+        let _lock = not_recording();
         let module = Arc::clone(&self.loaded);
         module.device.make_current()?;
         let on = || format!("kernel {name} of module {}", module.name);
@@ -86,6 +89,7 @@ impl Module {
 
 impl Drop for Loaded {
     fn drop(&mut self) {
+        let _lock = not_recording();
         if self.device.make_current().is_ok() {
             // SAFETY: loaded in `load`, in this context, and unloaded only here.
             note(unsafe { sys::cuModuleUnload(self.handle) }, "cuModuleUnload");

@@ -436,9 +436,7 @@ impl Stages for Recorder<'_> {
         let used = (self.rows * config.num_experts_per_tok).min(config.n_routed_experts);
         let at_once =
             kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();
-        // As many rounds as it takes, with equal work for every block.
-        let items = used * moe.gate_up.first.tiles();
-        let blocks = items.div_ceil(items.div_ceil(at_once as usize));
+        let blocks = (used * moe.gate_up.first.tiles()).min(at_once as usize);
         self.linear(
             kernel,
             [blocks, 1, 1],

@@ -62,9 +62,14 @@ fn compare(name: &str, base: &str, checkpoint: &Copy, mut gpu: Engine) {
     header();
     errors.line(name, "cpu");
     println!("of all logits: {:.2e} ({})", errors.total(), gpu.layout());
-    // The random model's choices are closer than 16 bits can tell: single positions may be far off.
-    let measured = if base == DEMO { errors.total() } else { errors.median() };
-    assert!(measured <= BOUND, "{name}: {measured:e}");
+    // The random model is chaotic: on the CPU, weights that are off by 2e-4 move its FP8 form by 5e-2
+    // in the median and a fifth of its arg-maxima. A layout that is read wrongly is off by more than
+    // all of it.
+    let (measured, bound) = match base == DEMO {
+        true => (errors.total(), BOUND),
+        false => (errors.median(), 0.5),
+    };
+    assert!(measured <= bound, "{name}: {measured:e}");
 }
 
 /// The GPU loads it and agrees with the CPU.
