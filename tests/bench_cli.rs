@@ -142,6 +142,6 @@ fn prompts_of_ones_own_are_used_and_checked() {
         ),
     ] {
         std::fs::write(&file, line).unwrap();
-        assert_one_line(&talon(&["bench", "--prompts", path]), words);
+        assert_one_line(&talon(&["bench", "--backend", "cpu", "--prompts", path]), words);
     }
 }

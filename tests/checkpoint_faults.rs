@@ -353,8 +353,8 @@ fn a_bad_template_is_refused_where_it_is_used() {
     let file = checkpoint.file("chat_template.jinja").display().to_string();
     assert_eq!(verified.json()["problems"][0]["file"], file);
     let generate = |more: &[&str]| {
-        let args = ["generate", "--model", checkpoint.arg(), "--max-tokens", "1", "hello"];
-        talon(&[&args, more].concat())
+        let args = ["generate", "--model", checkpoint.arg(), "--backend", "cpu"];
+        talon(&[&args[..], &["--max-tokens", "1", "hello"], more].concat())
     };
     assert_one_line(&generate(&[]), &words);
     let raw = generate(&["--raw"]);

@@ -69,6 +69,7 @@ fn version_tells_what_is_built_in() {
 
 #[test]
 fn bad_usage_is_one_line_and_exit_code_2() {
+    // With --backend cpu where it is found behind a load, which may have told of the CPU by then.
     for (args, words) in [
         (&["generate", "--frobnicate", "x"][..], &["--frobnicate", "--help"][..]),
         (&["frobnicate"], &["frobnicate"]),
@@ -79,16 +80,23 @@ fn bad_usage_is_one_line_and_exit_code_2() {
         (&["generate", "x", "--temperature", "-1"], &["--temperature"]),
         (&["generate", "x", "--temperature=nan"], &["--temperature"]),
         (&["generate", "x", "--top-p", "0"], &["--top-p"]),
-        (&["generate", "x", "--stop", ""], &["stop string"]),
+        (&["generate", "x", "--backend", "cpu", "--stop", ""], &["stop string"]),
         (&["generate", "x", "--raw", "--no-think"], &["--raw"]),
         (&["generate", "x", "--backend", "cuda"], &["--backend cuda", "cpu"]),
+        (&["generate", "x", "--backend", "cpu", "--rank-slice", "0/8"], &["--rank-slice", "cuda"]),
         (&["generate", "x", "--backend", "tpu"], &["--backend tpu"]),
-        (&["generate", "x", "--context", "4"], &["--context"]),
-        (&["generate", "x", "--context", "4000000000"], &["--context", "MiB short"]),
+        (&["generate", "x", "--devices", "0,1,4,5"], &["--devices 0,1,4,5", "only one rank"]),
+        (&["kernels", "--devices", "0,1"], &["--devices 0,1", "only one rank"]),
+        (&["bench", "--devices", "GPU-1"], &["--devices GPU-1", "number"]),
+        (&["generate", "x", "--backend", "cpu", "--context", "4"], &["--context"]),
+        (
+            &["generate", "x", "--backend", "cpu", "--context", "4000000000"],
+            &["--context", "MiB short"],
+        ),
         (&["generate", "x", "--prefill-chunk", "0"], &["--prefill-chunk"]),
         (&["generate", "x", "--latent-eps", "0"], &["--latent-eps"]),
-        (&["generate", "--tokens", "/dev/null/none"], &["/dev/null/none"]),
-        (&["generate", "--raw", ""], &["prompt is empty"]),
+        (&["generate", "--backend", "cpu", "--tokens", "/dev/null/none"], &["/dev/null/none"]),
+        (&["generate", "--backend", "cpu", "--raw", ""], &["prompt is empty"]),
         (&["generate", "x", "--model", "/dev/null/none"], &["/dev/null/none", "--model"]),
         (&["verify", "--model", "/dev/null/none"], &["/dev/null/none"]),
         (&["bench", "--runs", "0"], &["--runs"]),
@@ -108,7 +116,7 @@ fn bad_usage_is_one_line_and_exit_code_2() {
         (&["kernels", "--repeats", "2"], &["--repeats 2", "--check"]),
         (&["kernels", "--check", "--context", "8"], &["--context 8"]),
         (&["bench", "--simulate-acceptance", "0.5"], &["--simulate-acceptance"]),
-        (&["bench", "--sweep", "--draft", "none", "--runs", "1"], &["--sweep"]),
+        (&["bench", "--backend", "cpu", "--sweep", "--draft", "none", "--runs", "1"], &["--sweep"]),
     ] {
         let outcome = talon(args);
         assert_one_line(&outcome, words);
@@ -118,12 +126,37 @@ fn bad_usage_is_one_line_and_exit_code_2() {
 #[test]
 fn kernels_without_a_gpu_are_one_line_and_exit_code_2() {
     for args in [&["kernels"][..], &["kernels", "--check"]] {
-        let output = command(args).env("CUDA_VISIBLE_DEVICES", "").output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        let (stdout, stderr) = (text(output.stdout), text(output.stderr));
-        let outcome = Outcome { code: output.status.code(), stdout, stderr };
-        assert_one_line(&outcome, &["driver"]);
+        assert_one_line(&without_gpu(args), &["driver"]);
     }
+}
+
+/// Runs the binary where the driver, if there is one, shows no GPU.
+fn without_gpu(args: &[&str]) -> Outcome {
+    let output = command(args).env("CUDA_VISIBLE_DEVICES", "").output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+    Outcome { code: output.status.code(), stdout, stderr }
+}
+
+#[test]
+fn a_cpu_that_was_not_asked_for_is_told_in_one_line() {
+    let ask = ["generate", "--no-think", "What is 17 + 25?"];
+    for auto in [&[][..], &["--backend", "auto"]] {
+        let answered = without_gpu(&[&ask, auto].concat());
+        assert_eq!(answered.stdout, "17 + 25 = 42.\n", "{answered:?}");
+        assert!(answered.stderr.starts_with("talon: warn: running on the CPU: "), "{answered:?}");
+        assert_eq!(answered.stderr.lines().count(), 1, "{answered:?}");
+        assert!(answered.stderr.trim_end().len() <= 100, "{answered:?}");
+    }
+    let chosen = without_gpu(&[&ask[..], &["--backend", "cpu"]].concat());
+    assert_eq!((chosen.stdout.as_str(), chosen.stderr.as_str()), ("17 + 25 = 42.\n", ""));
+    // A load that is refused has only its own line, and so has a GPU that was asked for.
+    let refused = without_gpu(&[&ask[..], &["--context", "4000000000"]].concat());
+    assert_one_line(&refused, &["--context", "MiB short"]);
+    let cuda = without_gpu(&[&ask[..], &["--backend", "cuda"]].concat());
+    assert_one_line(&cuda, &["--backend cuda", "--backend cpu"]);
+    let slice = without_gpu(&[&ask[..], &["--rank-slice", "0/8"]].concat());
+    assert_one_line(&slice, &["--rank-slice"]);
 }
 
 #[test]
@@ -164,7 +197,7 @@ fn json_holds_text_reasoning_usage_and_timings() {
 
 #[test]
 fn text_goes_to_stdout_and_nothing_else_does() {
-    let outcome = succeeds(&["generate", "--no-think", "What is 17 + 25?"]);
+    let outcome = succeeds(&["generate", "--backend", "cpu", "--no-think", "What is 17 + 25?"]);
     assert_eq!((outcome.stdout.as_str(), outcome.stderr.as_str()), ("17 + 25 = 42.\n", ""));
     let logged = succeeds(&["generate", "-v", "--no-think", "What is 17 + 25?"]);
     assert_eq!(logged.stdout, "17 + 25 = 42.\n");

@@ -37,7 +37,7 @@ fn assert_ends_with_a_message(shard: &str, tp: &str) {
     let mut child = command(
         &[
             &["generate", "--model", checkpoint.arg(), "--raw", "In the beginning God"][..],
-            &["--ignore-eos", "--max-tokens", "4000", "--tp", tp],
+            &["--ignore-eos", "--max-tokens", "4000", "--backend", "cpu", "--tp", tp],
         ]
         .concat(),
     )

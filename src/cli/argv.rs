@@ -11,8 +11,16 @@ pub struct Normalised {
 
 /// Options without a value. A `-` after any other option is that option's value (stdout); any other
 /// `-` is the prompt (stdin), which argh takes only behind a `--`.
-const SWITCHES: [&str; 7] =
-    ["--help", "--ignore-eos", "--ignore-index", "--no-think", "--raw", "--scales", "--sweep"];
+const SWITCHES: [&str; 8] = [
+    "--check",
+    "--help",
+    "--ignore-eos",
+    "--ignore-index",
+    "--no-think",
+    "--raw",
+    "--scales",
+    "--sweep",
+];
 
 /// Rewrites `args` up to a `--`; what follows is text, whatever it looks like.
 pub fn normalise(args: Vec<String>) -> Normalised {
@@ -83,6 +91,7 @@ mod tests {
         assert_eq!(args("bench -h").args, ["bench", "--help"]);
         assert_eq!(args("--version").args, ["version"]);
         assert_eq!(args("verify --tp=8 --json=-").args, ["verify", "--tp", "8", "--json", "-"]);
+        assert_eq!(args("kernels --check --rows=4").args, ["kernels", "--check", "--rows", "4"]);
         let verbose = args("-vv bench -v --verbose");
         assert_eq!((verbose.args, verbose.verbosity), (vec!["bench".to_owned()], 4));
     }

@@ -123,9 +123,9 @@ pub struct GenerateCommand {
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     backend: String,
 
-    /// the GPU to use, by its number (default: 0)
-    #[argh(option, default = "0", arg_name = "n")]
-    devices: usize,
+    /// the GPU to use, by its number; one only, as only one rank runs on a GPU yet (default: 0)
+    #[argh(option, default = "\"0\".into()", arg_name = "n")]
+    devices: String,
 
     /// measure rank R of N alone on one GPU, such as 0/8: its work at its true shape, no answer
     #[argh(option, arg_name = "r/n")]
@@ -164,7 +164,7 @@ impl GenerateCommand {
             model: &self.model,
             layers: self.layers,
             backend: &self.backend,
-            device: self.devices,
+            devices: &self.devices,
             rank_slice: self.rank_slice.as_deref(),
             tp: self.tp,
             context: self.context,

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use argh::FromArgs;
 use serde_json::{Value, json};
 
-use super::model_options::parse_rank_slice;
+use super::model_options::{parse_device, parse_rank_slice};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
 use crate::cuda::KernelTimes;
@@ -60,9 +60,9 @@ pub struct KernelsCommand {
     #[argh(option, arg_name = "n")]
     context: Option<usize>,
 
-    /// the GPU to use, by its number (default: 0)
-    #[argh(option, default = "0", arg_name = "n")]
-    devices: usize,
+    /// the GPU to use, by its number; one only, as only one rank runs on a GPU yet (default: 0)
+    #[argh(option, default = "\"0\".into()", arg_name = "n")]
+    devices: String,
 
     /// write the results as JSON (- is stdout, instead of the table)
     #[argh(option, arg_name = "file")]
@@ -86,7 +86,7 @@ impl KernelsCommand {
         let synthetic = asked.model.starts_with("synthetic:");
         let source = Source::from_name(&asked.model, synthetic.then_some(self.layers))?;
         let options = LoadOptions {
-            device: self.devices,
+            device: parse_device(&self.devices)?,
             rank_slice: Some(parse_rank_slice(&asked.rank_slice)?),
             context: asked.context,
             ..LoadOptions::default()

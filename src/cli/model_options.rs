@@ -11,7 +11,7 @@ pub struct ModelOptions<'a> {
     pub model: &'a str,
     pub layers: Option<usize>,
     pub backend: &'a str,
-    pub device: usize,
+    pub devices: &'a str,
     pub rank_slice: Option<&'a str>,
     pub tp: usize,
     pub context: Option<usize>,
@@ -87,7 +87,7 @@ impl ModelOptions<'_> {
         }
         let options = LoadOptions {
             backend,
-            device: self.device,
+            device: parse_device(self.devices)?,
             rank_slice,
             tp: self.tp,
             context: self.context,
@@ -108,6 +108,18 @@ impl ModelOptions<'_> {
         progress.finish();
         engine
     }
+}
+
+/// The number of one GPU.
+pub fn parse_device(text: &str) -> Result<usize> {
+    text.parse().map_err(|_| {
+        Error::input(match text.contains(',') {
+            true => format!(
+                "--devices {text}: expected one number, such as 0; only one rank runs on a GPU yet"
+            ),
+            false => format!("--devices {text}: expected the number of a GPU, such as 0"),
+        })
+    })
 }
 
 /// `R/N`: rank R of N.

@@ -60,7 +60,9 @@ pub(super) fn choose(
     };
     match (fault, options.backend) {
         (None, _) => Ok((BackendChoice::Cuda, None)),
-        (Some(fault), BackendChoice::Cuda) => Err(Error::input(format!("--backend cuda: {fault}"))),
+        (Some(fault), BackendChoice::Cuda) if !sliced => {
+            Err(Error::input(format!("--backend cuda: {fault}; use --backend cpu")))
+        }
         (Some(fault), _) if sliced => Err(Error::input(format!("--rank-slice: {fault}"))),
         (Some(fault), _) => Ok((BackendChoice::Cpu, Some(fault))),
     }
@@ -69,21 +71,21 @@ pub(super) fn choose(
 /// Why the GPU cannot be used, as far as it can be told before a load.
 fn cuda_fault(options: &LoadOptions, draft_asked: bool) -> Option<String> {
     if !has_kernels() {
-        return Some("this build has no CUDA kernels; make toolchain, then build again".into());
+        return Some("this build has no CUDA kernels (see talon version)".into());
     }
     match Device::count() {
         Err(error) => return Some(error.to_string()),
-        Ok(0) => return Some("no NVIDIA driver or no GPU here (talon version tells)".into()),
+        Ok(0) => return Some("no GPU here, or no NVIDIA driver (see talon version)".into()),
         Ok(_) => {}
     }
     if let Err(error) = Device::open(options.device) {
         return Some(error.to_string());
     }
     if options.tp > 1 {
-        return Some(format!("--tp {}: one rank is what the GPU backend runs yet", options.tp));
+        return Some(format!("--tp {}: only one rank runs on a GPU yet", options.tp));
     }
     if draft_asked {
-        return Some("the GPU backend runs no drafter yet; use --draft none".into());
+        return Some("drafters do not run on a GPU yet (--draft none does)".into());
     }
     None
 }

@@ -40,7 +40,7 @@ use crate::weights::{
 pub struct LoadOptions {
     /// Where it runs.
     pub backend: BackendChoice,
-    /// The GPU.
+    /// The GPU's number, as the driver counts; the CPU backend does not look at it.
     pub device: usize,
     /// Run only this rank's share of the model, without the others: a measurement, not an answer.
     pub rank_slice: Option<Slice>,
@@ -215,13 +215,6 @@ impl Engine {
             &audit,
             options.draft_rope_theta,
         )?;
-        if limits.context > config.max_position_embeddings {
-            warn!(
-                "--context {}: the model was made for {} positions (max_position_embeddings); \
-                 answers beyond them may be noise",
-                limits.context, config.max_position_embeddings
-            );
-        }
         if backend == BackendChoice::Cpu {
             memory::warn_if_larger_than_memory(
                 checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
@@ -237,6 +230,13 @@ impl Engine {
             backends::start(backend, &config, &weights, &draft, (options, &limits), &uploaded)?;
         info!("{layout}; {name} backend, {} ranks, context {}", limits.tp, limits.context);
         // Behind what may refuse the load, whose message would otherwise be a second line.
+        if limits.context > config.max_position_embeddings {
+            warn!(
+                "--context {}: the model was made for {} positions (max_position_embeddings); \
+                 answers beyond them may be noise",
+                limits.context, config.max_position_embeddings
+            );
+        }
         if let Some(fault) = left_gpu {
             warn!("running on the CPU: {fault}");
         }
