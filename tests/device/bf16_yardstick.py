@@ -15,7 +15,7 @@ Per position: sqrt(mean((bf16 - f32)^2) / mean(f32^2)) over the vocabulary, and 
 The f32 run is checked first against logits.safetensors and against the golden tokens; the script fails if
 it does not agree.
 
-usage: yardstick.py CHECKPOINT_DIR GOLDEN_DIR [--experts eager|grouped_mm] [--plain-cast]
+usage: bf16_yardstick.py CHECKPOINT_DIR GOLDEN_DIR [--experts eager|grouped_mm] [--plain-cast]
 """
 
 import argparse
