@@ -29,8 +29,7 @@ pub const DOWN_RINGS: u32 = 10 * 4 * SLOT;
 pub fn require(stem: &str) -> Result<&'static [u8]> {
     fatbin(stem).ok_or_else(|| {
         Error::input(
-            "this build has no CUDA kernels: it was made without nvcc (see make toolchain); use \
-             --backend cpu",
+            "this build has no CUDA kernels: it was made without nvcc (see make toolchain)",
         )
     })
 }
