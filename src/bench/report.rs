@@ -68,6 +68,12 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
             "tp": limits.tp,
             "rank_slice": engine.rank_slice().map(|slice| format!("{}/{}", slice.index, slice.of)),
         },
+        "device": engine.device_use().map(|device| json!({
+            "weight_bytes": device.weight_bytes,
+            "cache_bytes": device.cache_bytes,
+            "step_bytes": device.step_bytes,
+            "launches": device.launches,
+        })),
         "settings": {
             "backend": engine.backend_name(),
             "draft": engine.drafter(),

@@ -10,16 +10,21 @@ use super::verdict::{Verdict, classes, few_pairs};
 pub fn table(report: &Value) -> String {
     let model = &report["model"];
     let settings = &report["settings"];
+    let ranks = match model["rank_slice"].as_str() {
+        Some(slice) => format!("ONLY rank {slice}, without the others: no answer, its work"),
+        None => format!("{} rank(s)", model["tp"]),
+    };
     let mut text = format!(
-        "{}: {} layers, {}, {} backend, {} rank(s), drafter {}\n\n",
+        "{}: {} layers, {}, {} backend, {ranks}, drafter {}\n",
         word(&model["name"]),
         model["layers"],
         word(&model["layout"]),
         word(&settings["backend"]),
-        model["tp"],
         settings["draft"].as_str().unwrap_or("none"),
     );
     let summary = &report["summary"];
+    text += &device_line(&report["device"], &summary["baseline"]["step_ms"]["p50"]);
+    text.push('\n');
     let rows: Vec<(&str, &Value)> = classes(summary).chain([("all", summary)]).collect();
     let speculates = !summary["speculative"].is_null();
     // Writing to a String cannot fail.
@@ -37,6 +42,21 @@ pub fn table(report: &Value) -> String {
         let _ = write_sweep(&mut text, sweep);
     }
     text
+}
+
+/// What a plain step reads of the device's memory, and how fast.
+fn device_line(device: &Value, step_ms: &Value) -> String {
+    let (Some(bytes), Some(ms)) = (device["step_bytes"].as_f64(), step_ms.as_f64()) else {
+        return String::new();
+    };
+    format!(
+        "{:.1} GB of weights on the GPU; a plain step reads {:.2} GB of them in {} launches and copies: \
+         {:.0} GB/s\n",
+        device["weight_bytes"].as_f64().unwrap_or(0.0) / 1e9,
+        bytes / 1e9,
+        device["launches"],
+        bytes / 1e6 / ms
+    )
 }
 
 fn write_baseline(text: &mut String, rows: &[(&str, &Value)]) -> std::fmt::Result {
