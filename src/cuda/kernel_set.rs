@@ -44,7 +44,7 @@ impl ByRows {
     }
 }
 
-#[allow(missing_docs)] // The fields carry the kernels' own names.
+/// All kernels; the fields carry their names.
 pub struct KernelSet {
     pub embed: Kernel,
     pub reduce_norm: Kernel,

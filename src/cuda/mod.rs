@@ -3,6 +3,7 @@
 //! attributes of launches and sizes of parameters.
 
 mod backend;
+mod buffer;
 mod check;
 mod device;
 mod driver;
@@ -27,6 +28,7 @@ mod upload;
 mod weights;
 
 pub use backend::CudaBackend;
+pub use buffer::{Buffer, Stored};
 pub use device::Device;
 pub use event::Event;
 pub use graph::Graph;
@@ -35,7 +37,7 @@ pub use measure::{KernelTimes, StageTime, measure_kernels};
 pub use memory::{DeviceMemory, Pinned};
 pub use module::{Attributes, Kernel, Module};
 pub use plan::MemoryPlan;
-pub use probe::{Buffer, Probe, Stored};
+pub use probe::Probe;
 pub use rank::CudaOptions;
 pub use routing::{Route, decode_routes, encode_routes};
 pub use stream::Stream;
