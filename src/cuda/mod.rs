@@ -1,4 +1,5 @@
-//! The CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
+//! The GPU backend ([`CudaBackend`]): one rank's weights, caches and stages on one device; and below
+//! it the CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
 //! The only importer of cudarc, of which only the raw functions are used: its safe layer lacks
 //! attributes of launches and sizes of parameters.
 
@@ -53,6 +54,7 @@ pub fn driver_summary() -> String {
         return "not found (libcuda.so.1)".into();
     }
     match driver::version().and_then(|version| Ok((version, driver::device_count()?))) {
+        Ok((version, 1)) => format!("CUDA {}, 1 device", driver::dotted(version)),
         Ok((version, count)) => format!("CUDA {}, {count} devices", driver::dotted(version)),
         Err(error) => format!("present, but it does not start: {error}"),
     }
