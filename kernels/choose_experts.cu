@@ -4,6 +4,10 @@
 #include "routing.cuh"
 
 constexpr int THREADS = 1024;
+// Experts of a lane while a warp chooses a row's.
+constexpr int PER_LANE = MAX_EXPERTS / WARP;
+// Keeps the renormalisation finite where all chosen probabilities are zero.
+constexpr float ROUTE_SUM_FLOOR = 1e-20f;
 
 // What choosing the experts of a step takes besides the logits.
 struct Choice {

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 
-
 // Activations between stages are f16, whose 11 bits keep a row's routing close to that of f32; bf16
 // has 8. Norms keep them small; what may grow (SwiGLU) is stored times ACTIVATION_SCALE, which
 // the scales of the down projections make good (cuda/places.rs).

@@ -132,8 +132,8 @@ __device__ __forceinline__ void run_experts(
     );
 }
 
-// The shared expert: each of SHARED_WARPS takes an equal part of the columns of both tiles; its ring
-// is filled before the wait.
+// The shared expert: each of SHARED_WARPS takes an equal part of the columns of the block's tiles; its
+// ring is filled before the wait.
 template <int NB, int format>
 __device__ __forceinline__ void run_shared(
     const Matrix& w, const half* x, int used, int count, uint8_t* shared, float* terms
@@ -141,7 +141,7 @@ __device__ __forceinline__ void run_shared(
     const int warp = threadIdx.x / WARP - EXPERT_WARPS, g = threadIdx.x % WARP / 4;
     const int units = w.units();
     const int first = units * warp / SHARED_WARPS, end = units * (warp + 1) / SHARED_WARPS;
-    // One run of units a tile; the second begins where the first tile's row of units ends.
+    // One run of units a tile; the next one's begins as many units behind as a tile has.
     struct Source {
         const uint8_t* codes;
         const uint8_t* scales;
@@ -194,7 +194,8 @@ __device__ __forceinline__ void run_shared(
     );
 }
 
-// grid: tiles of the hidden dimensions / DOWN_TILES. partial: [MAX_ROWS][hidden].
+// grid: tiles of the hidden dimensions / DOWN_TILES. partial: [MAX_ROWS][hidden]; `number` experts,
+// of which a row uses `used`.
 // Shared: the rings, then terms [used + SHARED_WARPS][8 NB][DOWN_ROWS].
 template <int NB>
 __device__ __forceinline__ void down(
@@ -229,13 +230,16 @@ __device__ __forceinline__ void down(
     if (threadIdx.x / WARP < EXPERT_WARPS) {
         switch (experts.first.format) {
             case F16:
-                run_experts<NB, F16>(experts, routing, globals, activations, used, width, count, shared, terms);
+                run_experts<NB, F16>(experts, routing, globals, activations, used, width, count,
+                                     shared, terms);
                 break;
             case FP8:
-                run_experts<NB, FP8>(experts, routing, globals, activations, used, width, count, shared, terms);
+                run_experts<NB, FP8>(experts, routing, globals, activations, used, width, count,
+                                     shared, terms);
                 break;
             default:
-                run_experts<NB, NVFP4>(experts, routing, globals, activations, used, width, count, shared, terms);
+                run_experts<NB, NVFP4>(experts, routing, globals, activations, used, width, count,
+                                       shared, terms);
         }
     }
     __syncthreads();
@@ -256,8 +260,8 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP, 3) expert_down_8
     const Routing* routing, int number, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count
 ) {
-    down<1>(experts, shared_down, routing, number, used, activations, shared_activations, partial, hidden,
-            width, count);
+    down<1>(experts, shared_down, routing, number, used, activations, shared_activations, partial,
+            hidden, width, count);
 }
 
 extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_16(
@@ -265,6 +269,6 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_16(
     const Routing* routing, int number, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count
 ) {
-    down<2>(experts, shared_down, routing, number, used, activations, shared_activations, partial, hidden,
-            width, count);
+    down<2>(experts, shared_down, routing, number, used, activations, shared_activations, partial,
+            hidden, width, count);
 }

@@ -22,8 +22,8 @@ struct Experts {
 // activations: [MAX_ROWS][used][width].
 template <int NB, int format>
 __device__ __forceinline__ void run_experts(
-    const Experts& experts, const Routing* routing, const half* normed, half* activations, int used, int width, int count, uint8_t* shared,
-    float* results
+    const Experts& experts, const Routing* routing, const half* normed, half* activations,
+    int used, int width, int count, uint8_t* shared, float* results
 ) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;

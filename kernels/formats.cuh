@@ -37,7 +37,7 @@ constexpr float F16_FACTOR = 64;
 template <int format>
 constexpr float DECODED_SCALE = format == NVFP4 ? 128.0f : format == FP8 ? 256.0f : 1 / F16_FACTOR;
 
-// A matrix, or a rank's share of it (cuda/weights.rs has the same struct).
+// A matrix, or a rank's share of it (cuda/layout.rs has the same struct).
 struct Matrix {
     const uint8_t* codes;
     const uint8_t* scales;

@@ -1,5 +1,5 @@
 // Stage `route`: the router's logits, and the shared expert's gate and up, as one matrix.
-// `expert_gate_up` goes on from them.
+// `choose_experts` goes on from them.
 #include "tile.cuh"
 
 // logits: [splits][MAX_ROWS][experts]; shared_sums: [splits][MAX_ROWS][rows of gate_up, which

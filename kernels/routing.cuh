@@ -5,10 +5,6 @@
 
 constexpr int MAX_EXPERTS = 256;
 constexpr int MAX_USED = 16;
-// Experts of a lane while a warp chooses a row's.
-constexpr int PER_LANE = MAX_EXPERTS / WARP;
-// Keeps the renormalisation finite where all chosen probabilities are zero.
-constexpr float ROUTE_SUM_FLOOR = 1e-20f;
 
 // A row's use of an expert.
 struct Use {
@@ -24,8 +20,9 @@ struct RouteLayout {
     float scaling;
 };
 
-// The experts of all rows, as `choose_experts` leaves them: `list` in rising order, `place[row][expert]` where
-// the row's own list has it, -1 where it does not.
+// The experts of all rows, as `choose_experts` leaves them: `list` in rising order,
+// `place[row][expert]` where the row's own list has it, -1 where it does not. `used` has a bit for
+// each expert of the list (cuda/routing.rs has the same struct).
 struct __align__(16) Routing {
     int count;
     int list[MAX_EXPERTS];

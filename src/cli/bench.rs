@@ -44,7 +44,7 @@ pub struct BenchCommand {
     ignore_eos: bool,
 
     /// drafter: auto (an EAGLE-3 head that came with the model, else MTP, else none), mtp, none, or
-    /// the directory of an EAGLE-3 head (default: auto)
+    /// the directory of an EAGLE-3 head; on the CPU only yet (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     draft: String,
 
@@ -90,7 +90,7 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "n")]
     layers: Option<usize>,
 
-    /// auto, cpu or cuda (default: auto, a GPU that can run the model, else the CPU)
+    /// auto, cpu or cuda (default: auto, the GPU if it can run what is asked for, else the CPU)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     backend: String,
 
@@ -102,7 +102,8 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "r/n")]
     rank_slice: Option<String>,
 
-    /// tensor-parallel ranks: 1, 2, 4 or 8; threads on the CPU (default: 1)
+    /// tensor-parallel ranks: 1, 2, 4 or 8; more than one on the CPU only yet, as threads (default:
+    /// 1)
     #[argh(option, default = "1", arg_name = "n")]
     tp: usize,
 

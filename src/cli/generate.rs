@@ -98,7 +98,8 @@ pub struct GenerateCommand {
     logits: Option<String>,
 
     /// drafter: auto (an EAGLE-3 head that came with the model, else MTP, else none), mtp, none, or
-    /// the directory of an EAGLE-3 head; the text does not depend on it (default: auto)
+    /// the directory of an EAGLE-3 head; on the CPU only yet; the text does not depend on it
+    /// (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     draft: String,
 
@@ -119,7 +120,7 @@ pub struct GenerateCommand {
     #[argh(option, arg_name = "n")]
     layers: Option<usize>,
 
-    /// auto, cpu or cuda (default: auto, a GPU that can run the model, else the CPU)
+    /// auto, cpu or cuda (default: auto, the GPU if it can run what is asked for, else the CPU)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     backend: String,
 
@@ -131,7 +132,8 @@ pub struct GenerateCommand {
     #[argh(option, arg_name = "r/n")]
     rank_slice: Option<String>,
 
-    /// tensor-parallel ranks: 1, 2, 4 or 8; threads on the CPU (default: 1)
+    /// tensor-parallel ranks: 1, 2, 4 or 8; more than one on the CPU only yet, as threads (default:
+    /// 1)
     #[argh(option, default = "1", arg_name = "n")]
     tp: usize,
 

@@ -23,6 +23,7 @@ const DEFAULT_REPEATS: usize = 1000;
     name = "kernels",
     example = "{command_name}",
     example = "{command_name} --rows 1,4 --context 32768 --json kernels.json",
+    example = "{command_name} --check",
     note = "Each stage runs over all layers in one graph, so that its weights come from memory; the\n\
             read beside it is the fastest plain read of as many bytes, launches included.",
     note = "--check gives each stage random inputs over NaN-filled outputs, compares every value with\n\
@@ -51,7 +52,7 @@ pub struct KernelsCommand {
     #[argh(option, arg_name = "r/n")]
     rank_slice: Option<String>,
 
-    /// rows of a step (default: 1,2,4,8,16)
+    /// numbers of rows of a step, each from 1 to 16 (default: 1,2,4,8,16)
     #[argh(option, default = "\"1,2,4,8,16\".into()", arg_name = "list")]
     rows: String,
 

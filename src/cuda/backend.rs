@@ -33,8 +33,8 @@ pub struct CudaBackend {
     graphs: HashMap<Shape, Graph>,
     /// The step's rows, and behind them its results.
     exchange: Pinned,
-    /// Logits of a step, fetched where they are asked for.
     rank: CudaRank,
+    /// The id of the first row of this rank's part of the head.
     first_id: usize,
 }
 

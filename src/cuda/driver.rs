@@ -39,8 +39,7 @@ pub(super) fn is_present() -> bool {
 pub(super) fn start() -> Result<()> {
     if !is_present() {
         return Err(Error::input(
-            "no CUDA driver: libcuda.so.1 was not found; install the NVIDIA driver 580 or later, \
-             or use --backend cpu",
+            "no CUDA driver: libcuda.so.1 was not found; install the NVIDIA driver 580 or later",
         ));
     }
     supported(version()?)?;

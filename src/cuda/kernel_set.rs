@@ -16,10 +16,11 @@ const RING: u32 = 6;
 const SLOT: u32 = 1024 + 256;
 /// Dynamic shared memory of such a block (tile.cuh, `LINEAR_SHARED`).
 pub const LINEAR_SHARED: u32 = LINEAR_WARPS as u32 * RING * SLOT;
-/// expert_down.cu: threads, and shared memory of the rings.
+/// Threads of a block of expert_down.cu.
 pub const DOWN_THREADS: u32 = 10 * 32;
 /// Tiles of a block of it.
 pub const DOWN_TILES: usize = 1;
+/// Bytes of its warps' rings: 10 of 4 slots.
 pub const DOWN_RINGS: u32 = 10 * 4 * SLOT;
 
 /// The kernel of `stem`'s fatbin.
@@ -29,8 +30,7 @@ pub const DOWN_RINGS: u32 = 10 * 4 * SLOT;
 pub fn require(stem: &str) -> Result<&'static [u8]> {
     fatbin(stem).ok_or_else(|| {
         Error::input(
-            "this build has no CUDA kernels: it was made without nvcc (see make toolchain); use \
-             --backend cpu",
+            "this build has no CUDA kernels: it was made without nvcc (see make toolchain)",
         )
     })
 }
@@ -45,7 +45,7 @@ impl ByRows {
     }
 }
 
-#[allow(missing_docs)] // The fields carry the kernels' own names.
+/// All kernels; the fields carry their names.
 pub struct KernelSet {
     pub embed: Kernel,
     pub reduce_norm: Kernel,

@@ -82,10 +82,12 @@ pub struct DeviceMatrix {
 }
 
 impl DeviceMatrix {
+    /// Tiles of [`TILE`] rows.
     pub fn tiles(&self) -> usize {
         self.rows as usize / TILE
     }
 
+    /// Units of [`UNIT`] columns in a tile, the last one padded.
     pub fn units(&self) -> usize {
         (self.columns as usize).div_ceil(UNIT)
     }
@@ -127,7 +129,7 @@ pub struct Globals {
     pub up: f32,
 }
 
-/// formats.cuh has a matrix as it is stored; repack.cu, `Stored`.
+/// A matrix as it is stored (repack.cu, `Stored`).
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub struct Stored {

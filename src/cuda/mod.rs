@@ -1,8 +1,10 @@
-//! The CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
+//! The GPU backend ([`CudaBackend`]): one rank's weights, caches and stages on one device; and below
+//! it the CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
 //! The only importer of cudarc, of which only the raw functions are used: its safe layer lacks
 //! attributes of launches and sizes of parameters.
 
 mod backend;
+mod buffer;
 mod check;
 mod device;
 mod driver;
@@ -27,6 +29,7 @@ mod upload;
 mod weights;
 
 pub use backend::CudaBackend;
+pub use buffer::{Buffer, Stored};
 pub use device::Device;
 pub use event::Event;
 pub use graph::Graph;
@@ -35,7 +38,7 @@ pub use measure::{KernelTimes, StageTime, measure_kernels};
 pub use memory::{DeviceMemory, Pinned};
 pub use module::{Attributes, Kernel, Module};
 pub use plan::MemoryPlan;
-pub use probe::{Buffer, Probe, Stored};
+pub use probe::Probe;
 pub use rank::CudaOptions;
 pub use routing::{Route, decode_routes, encode_routes};
 pub use stream::Stream;
@@ -51,6 +54,7 @@ pub fn driver_summary() -> String {
         return "not found (libcuda.so.1)".into();
     }
     match driver::version().and_then(|version| Ok((version, driver::device_count()?))) {
+        Ok((version, 1)) => format!("CUDA {}, 1 device", driver::dotted(version)),
         Ok((version, count)) => format!("CUDA {}, {count} devices", driver::dotted(version)),
         Err(error) => format!("present, but it does not start: {error}"),
     }

@@ -34,9 +34,9 @@ pub struct Sizes {
     pub parallel: usize,
 }
 
-/// Places of the buffers between stages and of the caches; addresses.
+/// Places of the buffers between stages and of the caches; addresses. Named and shaped as in the
+/// kernels that write them.
 #[derive(Debug, Clone, Default)]
-#[allow(missing_docs)] // Named and shaped as in the kernels that write them.
 pub struct Buffers {
     pub rows: u64,
     pub partial: u64,

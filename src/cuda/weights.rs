@@ -19,6 +19,7 @@ pub struct DeviceWeights {
     pub vocabulary: usize,
 }
 
+/// A layer's tensors.
 pub struct DeviceLayer {
     pub input_layernorm: u64,
     pub post_attention_layernorm: u64,
@@ -46,11 +47,13 @@ pub struct DeviceIndexer {
     pub weights_proj: DeviceMatrix,
 }
 
+/// A layer's MLP; `width` is that of the rank's share.
 pub enum DeviceMlp {
     Dense { gate_up: DeviceMatrix, globals: Globals, down: DeviceMatrix, width: usize },
     Moe(Box<DeviceMoe>),
 }
 
+/// A router, its experts and the shared one; widths are those of the rank's share.
 pub struct DeviceMoe {
     pub router: DeviceMatrix,
     pub bias: u64,
@@ -64,8 +67,8 @@ pub struct DeviceMoe {
 }
 
 impl DeviceWeights {
-    /// Places all tensors of a rank; `progress` is told of the bytes
-    /// that were placed since the last call.
+    /// Places all tensors of a rank; `progress` is told of the bytes that were placed since the last
+    /// call.
     ///
     /// # Errors
     /// Input error if the device cannot take a tensor.
