@@ -9,17 +9,17 @@ mod random;
 mod tests;
 
 use std::collections::HashSet;
-use std::sync::Arc;
 
 use cases::{Case, Cases, Shape, Values};
 use compare::{Judgement, bound_of};
 use formats::check_formats;
 
-use super::{LoadOptions, Opened};
+use super::LoadOptions;
+use super::kernels::open_rank;
 use crate::cpu::CpuRank;
-use crate::cuda::{Buffer, CudaOptions, Device, Probe, Route};
+use crate::cuda::{Buffer, CudaOptions, Probe, Route};
 use crate::error::{Error, Result};
-use crate::model::{ModelConfig, Output, Row, Stages, Weights};
+use crate::model::{ModelConfig, Output, Row, Stages};
 use crate::weights::{Matrix, Slice, Source};
 
 /// Positions beyond twice `index_topk` that a context has if none is asked for; no multiple of what
@@ -81,15 +81,7 @@ pub fn check_kernels(
     repeats: usize,
     progress: &dyn Fn(usize, usize),
 ) -> Result<Vec<StageCheck>> {
-    // Before a synthetic model is made, which takes seconds.
-    Device::open(options.device)?;
-    let Opened { config, checkpoint, manifest, audit, .. } =
-        Opened::new(source, options.ignore_index)?;
-    let slice = options.rank_slice.unwrap_or(Slice { index: 0, of: 1 });
-    audit.check_ranks(&manifest, &config.geometry(), slice.of)?;
-    let weights = Weights::new(checkpoint, manifest, audit)?;
-    let params = weights.params(&config, slice)?;
-    let config = Arc::new(config);
+    let (config, params, slice) = open_rank(source, options)?;
     let shape = shape(&config, options, slice, rows);
     let first_id = config.vocab_size / slice.of * slice.index;
     let cuda = CudaOptions {

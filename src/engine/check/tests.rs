@@ -2,11 +2,13 @@
 //! what is done to its outputs is found.
 
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 use super::cases::merge;
 use super::*;
 use crate::cuda::{Stored, encode_routes};
-use crate::model::Step;
+use crate::engine::Opened;
+use crate::model::{Step, Weights};
 use crate::weights::demo;
 
 /// What is done to the bytes of a buffer; the number counts the reads of all buffers.
