@@ -42,15 +42,17 @@ __device__ __forceinline__ void run_shared(const SharedExpert& s, int row) {
 }
 
 // One warp chooses a row's experts and weights them by p; in rising order of the expert. Ties: the
-// lower expert. Each lane has PER_LANE neighbouring experts.
+// lower expert. Each lane has PER_LANE neighbouring experts, so the chosen ones of lower lanes come
+// first.
 __device__ __forceinline__ void choose_of_row(
-    Choice& choice, int row, const RouteLayout& l, Use* uses
+    Choice& choice, int row, const RouteLayout& l, Routing& routing
 ) {
     const int lane = threadIdx.x % WARP, first = lane * PER_LANE;
     unsigned key[PER_LANE];
-    int index[PER_LANE];
+    // The lane's bit of each of its experts.
+    unsigned bit[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) key[i] = choice.key[row][first + i], index[i] = first + i;
+    for (int i = 0; i < PER_LANE; i++) key[i] = choice.key[row][first + i], bit[i] = 1u << i;
     // Largest first; neighbours change places only if the right one is larger, so that equals stay
     // in order.
 #pragma unroll
@@ -59,69 +61,66 @@ __device__ __forceinline__ void choose_of_row(
         for (int i = phase % 2; i + 1 < PER_LANE; i += 2) {
             const bool swap = key[i + 1] > key[i];
             const unsigned larger = max(key[i], key[i + 1]);
-            const int of_larger = swap ? index[i + 1] : index[i];
-            index[i + 1] = swap ? index[i] : index[i + 1];
+            const unsigned of_larger = swap ? bit[i + 1] : bit[i];
+            bit[i + 1] = swap ? bit[i] : bit[i + 1];
             key[i + 1] = min(key[i], key[i + 1]);
-            key[i] = larger, index[i] = of_larger;
+            key[i] = larger, bit[i] = of_larger;
         }
     }
-    int mine = -1;
+    const unsigned below = (1u << lane) - 1;
+    unsigned taken = 0;
 #pragma unroll 1
     for (int round = 0; round < l.used; round++) {
         const unsigned best = __reduce_max_sync(~0u, key[0]);
+        const unsigned equal = __ballot_sync(~0u, key[0] == best);
         // The lowest lane has the lowest expert.
-        const int winner = __ffs(__ballot_sync(~0u, key[0] == best)) - 1;
-        const int expert = __shfl_sync(~0u, index[0], winner);
-        if (lane == round) mine = expert;
-        if (lane == winner) {
+        if (key[0] == best && (equal & below) == 0) {
+            taken |= bit[0];
 #pragma unroll
-            for (int i = 0; i + 1 < PER_LANE; i++) key[i] = key[i + 1], index[i] = index[i + 1];
+            for (int i = 0; i + 1 < PER_LANE; i++) key[i] = key[i + 1], bit[i] = bit[i + 1];
             key[PER_LANE - 1] = 0;
         }
     }
-    const float p = mine < 0 ? 0 : choice.probability[row][mine];
-    const float sum = l.renormalise ? warp_sum(p) + ROUTE_SUM_FLOOR : 1;
     int place = 0;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        const bool is_taken = taken >> i & 1;
+        place += __popc(__ballot_sync(~0u, is_taken) & below);
+        if (is_taken) sum += choice.probability[row][first + i];
+    }
+    sum = l.renormalise ? warp_sum(sum) + ROUTE_SUM_FLOOR : 1;
+    if (taken == 0) return;
+    atomicOr(&choice.chosen[row][first / WARP], taken << first % WARP);
 #pragma unroll 1
-    for (int i = 0; i < l.used; i++) place += __shfl_sync(~0u, mine, i) < mine;
-    if (mine < 0) return;
-    uses[place] = Use{mine, p / sum * l.scaling};
-    atomicOr(&choice.chosen[row][mine / WARP], 1u << mine % WARP);
+    for (unsigned rest = taken; rest != 0; rest &= rest - 1) {
+        const int expert = first + __ffs(rest) - 1;
+        routing.uses[row][place] = Use{expert, choice.probability[row][expert] / sum * l.scaling};
+        routing.place[row][expert] = static_cast<signed char>(place);
+        place++;
+    }
 }
 
-// All threads: the list and the places, from `uses` and the bits of each row.
-__device__ __forceinline__ void list_experts(
-    Routing& routing, const Choice& choice, int rows, const RouteLayout& l
-) {
+// A warp for each group of 32 experts lists those that any row has chosen.
+__device__ __forceinline__ void list_experts(Routing& routing, const Choice& choice, int rows) {
     constexpr int GROUPS = MAX_EXPERTS / WARP;
-    for (int i = threadIdx.x; i < rows * MAX_EXPERTS / 4; i += blockDim.x) {
-        reinterpret_cast<int*>(routing.place)[i] = -1;
-    }
-    if (threadIdx.x < GROUPS) {
-        unsigned used = 0;
+    const int lane = threadIdx.x % WARP, group = threadIdx.x / WARP;
+    if (group >= GROUPS) return;
+    unsigned used = 0;
+    if (lane < GROUPS) {
 #pragma unroll 1
-        for (int row = 0; row < rows; row++) used |= choice.chosen[row][threadIdx.x];
-        routing.used[threadIdx.x] = used;
+        for (int row = 0; row < rows; row++) used |= choice.chosen[row][lane];
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * MAX_USED; i += blockDim.x) {
-        const int row = i / MAX_USED, place = i % MAX_USED;
-        if (place < l.used) {
-            routing.place[row][routing.uses[row][place].expert] = static_cast<signed char>(place);
-        }
+    int before = 0, count = 0;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        if (i == group) before = count;
+        count += __popc(__shfl_sync(~0u, used, i));
     }
-    const int expert = threadIdx.x;
-    if (expert < MAX_EXPERTS) {
-        int before = 0, count = 0;
-#pragma unroll 1
-        for (int i = 0; i < GROUPS; i++) {
-            if (i == expert / WARP) before = count;
-            count += __popc(routing.used[i]);
-        }
-        const unsigned group = routing.used[expert / WARP], bit = 1u << expert % WARP;
-        if (group & bit) routing.list[before + __popc(group & (bit - 1))] = expert;
-        if (expert == 0) routing.count = count;
-    }
+    const unsigned own = __shfl_sync(~0u, used, group), bit = 1u << lane;
+    if (own & bit) routing.list[before + __popc(own & (bit - 1))] = threadIdx.x;
+    if (lane == 0) routing.used[group] = own;
+    if (threadIdx.x == 0) routing.count = count;
 }
 
 // The first block chooses, the others do the shared expert of a row each. logits:
@@ -153,14 +152,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose_experts(
         const unsigned ordered = bits & 0x80000000 ? ~bits : bits | 0x80000000;
         choice.probability[row][expert] = p;
         choice.key[row][expert] = is_there ? ordered : 0;
+        routing.place[row][expert] = -1;
         if (expert % WARP == 0) choice.chosen[row][expert / WARP] = 0;
     }
     __syncthreads();
-    if (threadIdx.x / WARP < count) {
-        choose_of_row(choice, threadIdx.x / WARP, l, routing.uses[threadIdx.x / WARP]);
-    }
+    if (threadIdx.x / WARP < count) choose_of_row(choice, threadIdx.x / WARP, l, routing);
     __syncthreads();
-    list_experts(routing, choice, count, l);
+    list_experts(routing, choice, count);
     __syncthreads();
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Routing) / 16); i += THREADS) {
         reinterpret_cast<uint4*>(out)[i] = reinterpret_cast<const uint4*>(&routing)[i];

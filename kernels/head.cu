@@ -1,4 +1,5 @@
-// Stage `head`: lm_head and the arg-max.
+// Stage `head`: lm_head, and the arg-max over the ranks' parts of the vocabulary.
+#include "exchange.cuh"
 #include "tile.cuh"
 
 // logits: [MAX_ROWS][vocabulary]. grid: tiles.
@@ -35,38 +36,112 @@ struct Best {
     float logit;
 };
 
+// What the host reads of a row: all ranks say the same, or what went between them was damaged.
+struct Result {
+    Best best;
+    // Of the normed row.
+    unsigned hash;
+    int padding;
+};
+
+// A rank's part of the vocabulary. Ids from `limit` on are padding; `first_id` is that of the first.
+struct Part {
+    const float* logits;
+    int vocabulary;
+    int limit;
+    int first_id;
+    int hidden;
+    const half* normed;
+    // The rank's own best ids, between the parts of the exchange.
+    Best* own;
+    Result* results;
+};
+
 // Ties: the lower id. A NaN never wins, and a row of NaN keeps -infinity.
-__device__ __forceinline__ bool better(float a, int a_id, float b, int b_id) {
-    return a > b || (a == b && a_id < b_id);
+__device__ __forceinline__ bool better(Best a, Best b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// One block a row; ids from `limit` on are padding.
-extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS) argmax(
-    const float* logits, int vocabulary, int limit, Best* best
-) {
-    release_consumer();
-    __shared__ float values[WARP];
-    __shared__ int ids[WARP];
-    wait_for_producer();
-    const float* row = logits + static_cast<size_t>(blockIdx.x) * vocabulary;
-    float value = -INFINITY;
-    int id = 0x7FFFFFFF;
-    for (int i = threadIdx.x; i < limit; i += ARGMAX_THREADS) {
-        if (better(row[i], i, value, id)) value = row[i], id = i;
+__device__ __forceinline__ Best best_of_warp(Best best) {
+    for (int step = 16; step > 0; step /= 2) {
+        const Best other{
+            __shfl_xor_sync(~0u, best.id, step), __shfl_xor_sync(~0u, best.logit, step)
+        };
+        if (better(other, best)) best = other;
     }
-    const auto reduce = [&] {
-        for (int step = 16; step > 0; step /= 2) {
-            const float other = __shfl_xor_sync(~0u, value, step);
-            const int other_id = __shfl_xor_sync(~0u, id, step);
-            if (better(other, other_id, value, id)) value = other, id = other_id;
-        }
-    };
-    reduce();
-    if (threadIdx.x % WARP == 0) values[threadIdx.x / WARP] = value, ids[threadIdx.x / WARP] = id;
+    return best;
+}
+
+constexpr Best NONE{0x7FFFFFFF, -INFINITY};
+
+// In the first warp.
+__device__ __forceinline__ Best best_of_row(const Part& part, int row) {
+    __shared__ Best of_warps[ARGMAX_THREADS / WARP];
+    const float* logits = part.logits + static_cast<size_t>(row) * part.vocabulary;
+    Best best = NONE;
+    for (int i = threadIdx.x; i < part.limit; i += ARGMAX_THREADS) {
+        const Best other{part.first_id + i, logits[i]};
+        if (better(other, best)) best = other;
+    }
+    best = best_of_warp(best);
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = best;
     __syncthreads();
-    if (threadIdx.x < WARP) {
-        value = values[threadIdx.x], id = ids[threadIdx.x];
-        reduce();
-        if (threadIdx.x == 0) best[blockIdx.x] = Best{id, value};
+    return threadIdx.x < WARP ? best_of_warp(of_warps[threadIdx.x]) : NONE;
+}
+
+// Of the row's last hidden state: a sum that no order changes and that nearly every damage does.
+__device__ __forceinline__ unsigned hash_of_row(const Part& part, int row) {
+    __shared__ unsigned sum;
+    if (threadIdx.x == 0) sum = 0;
+    __syncthreads();
+    const unsigned* words =
+        reinterpret_cast<const unsigned*>(part.normed + static_cast<size_t>(row) * part.hidden);
+    unsigned own = 0;
+    for (int i = threadIdx.x; i < part.hidden / 2; i += ARGMAX_THREADS) {
+        own += hash_word(words[i], i);
     }
+    own = __reduce_add_sync(~0u, own);
+    if (threadIdx.x % WARP == 0) atomicAdd(&sum, own);
+    __syncthreads();
+    return sum;
+}
+
+// One block a row. A mailbox: [2 slots][ranks][capacity] of Best, whose id is never EMPTY.
+extern "C" __global__ void __launch_bounds__(ARGMAX_THREADS) argmax(
+    const __grid_constant__ Exchange e, const __grid_constant__ Part part
+) {
+    if (!e.shared_device) release_consumer();
+    Collective<false> c(e);
+    wait_for_producer();
+    const int row = blockIdx.x, lane = threadIdx.x;
+    const auto place = [&](int box, int from) {
+        const size_t line = (static_cast<size_t>(c.slot()) * e.ranks + from) * e.capacity + row;
+        return e.boxes[box] + line * sizeof(Best);
+    };
+    if (e.phases & SEND) {
+        const Best best = best_of_row(part, row);
+        if (lane == 0) part.own[row] = best;
+        if (lane < e.ranks && lane != e.rank) {
+            const unsigned long long packet =
+                static_cast<unsigned long long>(__float_as_uint(best.logit)) << 32 | best.id;
+            store_system_64(place(lane, e.rank), packet);
+        }
+    }
+    if ((e.phases & RECEIVE) == 0) return;
+    const unsigned hash = e.ranks > 1 ? hash_of_row(part, row) + e.control->hash : 0;
+    if (lane >= WARP) return;
+    Best best = NONE;
+    if (lane < e.ranks && lane != e.rank) {
+        uint8_t* at = place(e.rank, lane);
+        unsigned long long packet;
+        do {
+            packet = load_system_64(at);
+        } while (static_cast<unsigned>(packet) == EMPTY && !c.give_up(lane, RECEIVE, row));
+        best = Best{static_cast<int>(packet), __uint_as_float(packet >> 32)};
+        *reinterpret_cast<unsigned long long*>(at) = ~0ull;
+    }
+    __syncwarp();
+    if (lane == e.rank) best = part.own[row];
+    best = best_of_warp(best);
+    if (lane == 0) part.results[row] = Result{best, hash, 0};
 }

@@ -85,8 +85,19 @@ fn bad_usage_is_one_line_and_exit_code_2() {
         (&["generate", "x", "--backend", "cuda"], &["--backend cuda", "cpu"]),
         (&["generate", "x", "--backend", "cpu", "--rank-slice", "0/8"], &["--rank-slice", "cuda"]),
         (&["generate", "x", "--backend", "tpu"], &["--backend tpu"]),
-        (&["generate", "x", "--devices", "0,1,4,5"], &["--devices 0,1,4,5", "only one rank"]),
-        (&["kernels", "--devices", "0,1"], &["--devices 0,1", "only one rank"]),
+        (&["generate", "x", "--devices", "0,1,4"], &["--devices", "3 ranks", "1, 2, 4 or 8"]),
+        (
+            &["generate", "x", "--devices", "0,1", "--tp", "4"],
+            &["--tp 4", "--devices", "2 entries"],
+        ),
+        (
+            &["generate", "x", "--devices", "0,0", "--rank-slice", "0/8"],
+            &["--rank-slice", "one GPU"],
+        ),
+        (&["generate", "x", "--shared-gpu", "often"], &["--shared-gpu often", "lock-step"]),
+        (&["generate", "x", "--reduce", "nccl"], &["--reduce nccl", "push, pull, owner, staged"]),
+        (&["kernels", "--devices", "0,1"], &["--devices", "--comm"]),
+        (&["kernels", "--comm", "--check"], &["--check and --comm"]),
         (&["bench", "--devices", "GPU-1"], &["--devices GPU-1", "number"]),
         (&["generate", "x", "--backend", "cpu", "--context", "4"], &["--context"]),
         (

@@ -9,7 +9,7 @@ use talon::spec::{Guess, History, ModelDrafter, Policy, Proposer};
 use talon::weights::demo;
 
 fn load(draft: DraftChoice, tp: usize) -> Engine {
-    let options = LoadOptions { tp, draft, ..LoadOptions::default() };
+    let options = LoadOptions { tp: Some(tp), draft, ..LoadOptions::default() };
     Engine::load(demo(), &options, &|_, _| {}).expect("the demo loads")
 }
 

@@ -10,7 +10,7 @@ use talon::model::Output;
 use talon::weights::{Source, demo};
 
 fn load(source: Source, tp: usize, latent_eps: Option<f32>) -> Engine {
-    let options = LoadOptions { tp, latent_eps, ..LoadOptions::default() };
+    let options = LoadOptions { tp: Some(tp), latent_eps, ..LoadOptions::default() };
     Engine::load(source, &options, &|_, _| {}).expect("the fixture loads")
 }
 

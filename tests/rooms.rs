@@ -13,7 +13,7 @@ const ROOMS: [(&str, &[&str]); 12] = [
     ("engine", &["cpu", "cuda", "model", "spec", "text", "weights"]),
     ("spec", &["model"]),
     ("cpu", &["comm", "model", "weights"]),
-    ("cuda", &["model", "weights"]),
+    ("cuda", &["comm", "model", "weights"]),
     ("model", &["weights"]),
     ("comm", &[]),
     ("weights", &[]),

@@ -12,7 +12,7 @@ const PROMPT_LEN: usize = 40;
 
 fn load(source: Source, tp: usize, prefill_chunk: usize) -> Engine {
     let options = LoadOptions {
-        tp,
+        tp: Some(tp),
         prefill_chunk,
         parallel: 4,
         context: Some(512),

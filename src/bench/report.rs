@@ -69,6 +69,8 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
             "rank_slice": engine.rank_slice().map(|slice| format!("{}/{}", slice.index, slice.of)),
         },
         "device": engine.device_use().map(|device| json!({
+            "gpus": device.devices,
+            "reduce": device.reduce,
             "weight_bytes": device.weight_bytes,
             "cache_bytes": device.cache_bytes,
             "step_bytes": device.step_bytes,

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use argh::FromArgs;
 use serde_json::Value;
 
-use super::model_options::{DraftOptions, ModelOptions};
+use super::model_options::{DraftOptions, GpuOptions, ModelOptions};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json, write_text};
 use crate::bench::{self, Plan, Prompt, RunContext, Settings};
@@ -94,18 +94,30 @@ pub struct BenchCommand {
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     backend: String,
 
-    /// the GPU to use, by its number; one only, as only one rank runs on a GPU yet (default: 0)
-    #[argh(option, default = "\"0\".into()", arg_name = "n")]
-    devices: String,
+    /// GPUs by number, in rank order, such as 0,1,4,5; 0,0 is two ranks on one GPU (default: all)
+    #[argh(option, arg_name = "list")]
+    devices: Option<String>,
+
+    /// ranks on one GPU: lock-step or concurrent (default: lock-step, in turn)
+    #[argh(option, default = "\"lock-step\".into()", arg_name = "mode")]
+    shared_gpu: String,
+
+    /// how GPUs exchange sums: auto, push, pull, owner or staged (default: auto, the fastest that is
+    /// right on this box)
+    #[argh(option, default = "\"auto\".into()", arg_name = "name")]
+    reduce: String,
+
+    /// test and time the links between GPUs again, though an earlier start has
+    #[argh(switch)]
+    requalify: bool,
 
     /// measure rank R of N alone on one GPU, such as 0/8: its work at its true shape, no answer
     #[argh(option, arg_name = "r/n")]
     rank_slice: Option<String>,
 
-    /// tensor-parallel ranks: 1, 2, 4 or 8; more than one on the CPU only yet, as threads (default:
-    /// 1)
-    #[argh(option, default = "1", arg_name = "n")]
-    tp: usize,
+    /// tensor-parallel ranks: 1, 2, 4 or 8 (default: one for each GPU; 1 on the CPU)
+    #[argh(option, arg_name = "n")]
+    tp: Option<usize>,
 
     /// tokens that must fit (default: the model's maximum, at most 8192)
     #[argh(option, arg_name = "n")]
@@ -164,7 +176,12 @@ impl BenchCommand {
             model: &self.model,
             layers: self.layers,
             backend: &self.backend,
-            devices: &self.devices,
+            gpus: GpuOptions {
+                devices: self.devices.as_deref(),
+                shared_gpu: &self.shared_gpu,
+                reduce: &self.reduce,
+                requalify: self.requalify,
+            },
             rank_slice: self.rank_slice.as_deref(),
             tp: self.tp,
             context: self.context,
@@ -251,6 +268,11 @@ impl BenchCommand {
             ("--model", self.model != unset.model),
             ("--layers", self.layers != unset.layers),
             ("--backend", self.backend != unset.backend),
+            ("--devices", self.devices != unset.devices),
+            ("--shared-gpu", self.shared_gpu != unset.shared_gpu),
+            ("--reduce", self.reduce != unset.reduce),
+            ("--requalify", self.requalify),
+            ("--rank-slice", self.rank_slice != unset.rank_slice),
             ("--tp", self.tp != unset.tp),
             ("--context", self.context != unset.context),
             ("--prefill-chunk", self.prefill_chunk != unset.prefill_chunk),

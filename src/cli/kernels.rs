@@ -5,16 +5,19 @@ use std::fmt::Write;
 use argh::FromArgs;
 use serde_json::{Value, json};
 
-use super::model_options::{parse_device, parse_rank_slice};
+use super::model_options::{parse_devices, parse_rank_slice};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
-use crate::cuda::KernelTimes;
-use crate::engine::{LoadOptions, StageCheck, check_kernels, measure_kernels};
+use crate::cuda::{KernelTimes, LinkTime, RanksOptions};
+use crate::doctor::fingerprint;
+use crate::engine::{LoadOptions, StageCheck, check_kernels, measure_exchanges, measure_kernels};
 use crate::error::{Error, Result};
 use crate::weights::Source;
 
 /// Times that a stage is run again.
 const DEFAULT_REPEATS: usize = 1000;
+/// Exchanges of each size and variant.
+const DEFAULT_EXCHANGES: usize = 10_000;
 
 /// Measure the GPU's kernels at a model's shapes, or check them against the CPU backend.
 #[derive(FromArgs)]
@@ -24,6 +27,7 @@ const DEFAULT_REPEATS: usize = 1000;
     example = "{command_name}",
     example = "{command_name} --rows 1,4 --context 32768 --json kernels.json",
     example = "{command_name} --check",
+    example = "{command_name} --comm --devices 0,1,2,3,4,5,6,7",
     note = "Each stage runs over all layers in one graph, so that its weights come from memory; the\n\
             read beside it is the fastest plain read of as many bytes, launches included.",
     note = "--check gives each stage random inputs over NaN-filled outputs, compares every value with\n\
@@ -35,7 +39,8 @@ pub struct KernelsCommand {
     #[argh(switch)]
     check: bool,
 
-    /// times that --check runs each stage again (default: 1000)
+    /// times that --check runs each stage again (default: 1000), or --comm each exchange (default:
+    /// 10000)
     #[argh(option, arg_name = "n")]
     repeats: Option<usize>,
 
@@ -61,9 +66,14 @@ pub struct KernelsCommand {
     #[argh(option, arg_name = "n")]
     context: Option<usize>,
 
-    /// the GPU to use, by its number; one only, as only one rank runs on a GPU yet (default: 0)
-    #[argh(option, default = "\"0\".into()", arg_name = "n")]
-    devices: String,
+    /// time the exchanges between GPUs instead: microseconds of reduce_norm by variant and size
+    #[argh(switch)]
+    comm: bool,
+
+    /// the GPU to use, by its number (default: 0); with --comm those of all ranks, in rank order
+    /// (default: all)
+    #[argh(option, arg_name = "list")]
+    devices: Option<String>,
 
     /// write the results as JSON (- is stdout, instead of the table)
     #[argh(option, arg_name = "file")]
@@ -80,14 +90,23 @@ struct Asked {
 
 impl KernelsCommand {
     pub fn run(self) -> Result<()> {
-        let asked = self.asked()?;
         if let Some(target) = &self.json {
             check_writable(target)?;
+        }
+        let devices = self.devices.as_deref().map(parse_devices).transpose()?.unwrap_or_default();
+        if self.comm {
+            return self.measure_exchanges(devices);
+        }
+        let asked = self.asked()?;
+        if devices.len() > 1 {
+            return Err(Error::input(
+                "--devices: the kernels of one rank run on one GPU; several are for --comm",
+            ));
         }
         let synthetic = asked.model.starts_with("synthetic:");
         let source = Source::from_name(&asked.model, synthetic.then_some(self.layers))?;
         let options = LoadOptions {
-            device: parse_device(&self.devices)?,
+            gpus: RanksOptions { devices, ..RanksOptions::default() },
             rank_slice: Some(parse_rank_slice(&asked.rank_slice)?),
             context: asked.context,
             ..LoadOptions::default()
@@ -107,6 +126,50 @@ impl KernelsCommand {
         let times = measure_kernels(source, &options, &asked.rows, &loaded)?;
         progress.finish();
         self.show(self.report(&asked, &times), &table(&asked, &times))
+    }
+
+    fn measure_exchanges(&self, devices: Vec<usize>) -> Result<()> {
+        if self.check {
+            return Err(Error::input("--check and --comm: expected one of them"));
+        }
+        let names = if devices.is_empty() {
+            "all GPUs".into()
+        } else {
+            format!("GPUs {}", devices.iter().map(usize::to_string).collect::<Vec<_>>().join(","))
+        };
+        let options = LoadOptions {
+            gpus: RanksOptions { devices, ..RanksOptions::default() },
+            ..LoadOptions::default()
+        };
+        let progress = Progress::count("timing", 0);
+        let mut faults = Vec::new();
+        let count = self.repeats.unwrap_or(DEFAULT_EXCHANGES);
+        let times = measure_exchanges(
+            &options,
+            count,
+            &mut |fault| faults.push(fault.to_owned()),
+            &|done, all| {
+                progress.up_to(all as u64);
+                progress.add(done as u64);
+            },
+        );
+        progress.finish();
+        let times = times?;
+        let rows = times.iter().map(|time| {
+            json!({
+                "variant": time.variant.name(), "bytes": time.bytes, "count": time.count,
+                "us": { "median": time.times.median, "worst": time.times.worst },
+            })
+        });
+        let report = json!({
+            "schema": 1,
+            "talon": { "version": env!("CARGO_PKG_VERSION"), "commit": env!("TALON_COMMIT") },
+            "box": fingerprint(),
+            "ranks": names,
+            "faults": faults,
+            "exchanges": rows.collect::<Vec<_>>(),
+        });
+        self.show(report, &exchange_table(&names, &times, &faults))
     }
 
     fn show(&self, report: Value, table: &str) -> Result<()> {
@@ -228,6 +291,28 @@ fn table(asked: &Asked, times: &KernelTimes) -> String {
             time.read_microseconds,
             time.read_microseconds / median * 100.0
         );
+    }
+    table
+}
+
+fn exchange_table(names: &str, times: &[LinkTime], faults: &[String]) -> String {
+    let mut table = format!(
+        "reduce_norm between ranks on {names}: sum, residual, norm\n\n\
+         variant      KiB   median us    worst us   exchanges\n"
+    );
+    for time in times {
+        let _ = writeln!(
+            table,
+            "{:<8} {:>7}  {:>10.1}  {:>10.1}  {:>10}",
+            time.variant.name(),
+            time.bytes / 1024,
+            time.times.median,
+            time.times.worst,
+            time.count
+        );
+    }
+    for fault in faults {
+        let _ = writeln!(table, "\nnot used: {fault}");
     }
     table
 }

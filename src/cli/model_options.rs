@@ -1,5 +1,6 @@
 //! Options that all commands which load a model share: their checks and what they become.
 
+use crate::cuda::{RanksOptions, Sharing, Variant};
 use crate::engine::{BackendChoice, DraftChoice, Engine, LoadOptions};
 use crate::error::{Error, Result};
 use crate::weights::{Slice, Source};
@@ -11,14 +12,49 @@ pub struct ModelOptions<'a> {
     pub model: &'a str,
     pub layers: Option<usize>,
     pub backend: &'a str,
-    pub devices: &'a str,
+    pub gpus: GpuOptions<'a>,
     pub rank_slice: Option<&'a str>,
-    pub tp: usize,
+    pub tp: Option<usize>,
     pub context: Option<usize>,
     pub prefill_chunk: usize,
     pub latent_eps: Option<f32>,
     pub ignore_index: bool,
     pub draft: DraftOptions<'a>,
+}
+
+/// The values of the options about GPUs and the ranks on them.
+pub struct GpuOptions<'a> {
+    pub devices: Option<&'a str>,
+    pub shared_gpu: &'a str,
+    pub reduce: &'a str,
+    pub requalify: bool,
+}
+
+impl GpuOptions<'_> {
+    fn ranks(&self) -> Result<RanksOptions> {
+        let devices = self.devices.map(parse_devices).transpose()?.unwrap_or_default();
+        let sharing = match self.shared_gpu {
+            "lock-step" => Sharing::LockStep,
+            "concurrent" => Sharing::Concurrent,
+            other => {
+                return Err(Error::input(format!(
+                    "--shared-gpu {other}: expected lock-step or concurrent"
+                )));
+            }
+        };
+        let reduce = match (self.reduce, Variant::from_name(self.reduce)) {
+            ("auto", _) => None,
+            (_, Some(variant)) => Some(variant),
+            (other, None) => {
+                return Err(Error::input(format!(
+                    "--reduce {other}: expected auto, {}",
+                    Variant::ALL.map(Variant::name).join(", ")
+                )));
+            }
+        };
+        let requalify = self.requalify;
+        Ok(RanksOptions { devices, sharing, reduce, requalify, ..RanksOptions::default() })
+    }
 }
 
 /// The values of the options about speculation.
@@ -60,15 +96,16 @@ impl ModelOptions<'_> {
                 return Err(Error::input(format!("--backend {other}: expected auto, cuda or cpu")));
             }
         };
-        check_tp(self.tp)?;
+        self.tp.map_or(Ok(()), check_tp)?;
         let rank_slice = self.rank_slice.map(parse_rank_slice).transpose()?;
-        if rank_slice.is_some() && self.tp != 1 {
+        if let (Some(_), Some(tp)) = (rank_slice, self.tp) {
             return Err(Error::input(format!(
-                "--rank-slice and --tp {}: expected one of them, a slice says its own number of \
-                 ranks",
-                self.tp
+                "--rank-slice and --tp {tp}: expected one of them, a slice says its own number of \
+                 ranks"
             )));
         }
+        let gpus = self.gpus.ranks()?;
+        check_devices(&gpus.devices, self.tp, rank_slice.is_some())?;
         if self.context == Some(0) {
             return Err(Error::input("--context 0: expected at least 1 token"));
         }
@@ -87,7 +124,7 @@ impl ModelOptions<'_> {
         }
         let options = LoadOptions {
             backend,
-            device: parse_device(self.devices)?,
+            gpus,
             rank_slice,
             tp: self.tp,
             context: self.context,
@@ -110,16 +147,37 @@ impl ModelOptions<'_> {
     }
 }
 
-/// The number of one GPU.
-pub fn parse_device(text: &str) -> Result<usize> {
-    text.parse().map_err(|_| {
-        Error::input(match text.contains(',') {
-            true => format!(
-                "--devices {text}: expected one number, such as 0; only one rank runs on a GPU yet"
-            ),
-            false => format!("--devices {text}: expected the number of a GPU, such as 0"),
-        })
+/// Numbers of GPUs, in rank order.
+pub fn parse_devices(text: &str) -> Result<Vec<usize>> {
+    let numbers = text.split(',').map(|number| number.trim().parse().ok());
+    numbers.collect::<Option<Vec<usize>>>().ok_or_else(|| {
+        Error::input(format!(
+            "--devices {text}: expected the numbers of GPUs, such as 0 or 0,1,4,5 (0,0 is two ranks \
+             on GPU 0)"
+        ))
     })
+}
+
+/// Refuses devices that do not go with the ranks that were asked for.
+fn check_devices(devices: &[usize], tp: Option<usize>, sliced: bool) -> Result<()> {
+    let count = devices.len();
+    match tp {
+        _ if count == 0 => Ok(()),
+        _ if sliced && count > 1 => {
+            Err(Error::input(format!("--rank-slice runs on one GPU, --devices names {count}")))
+        }
+        Some(tp) if tp != count => Err(Error::input(format!(
+            "--tp {tp} and --devices with {count} entries: expected one for each rank; one of the \
+             two options is enough"
+        ))),
+        _ => match check_tp(count) {
+            Ok(()) => Ok(()),
+            Err(_) => Err(Error::input(format!(
+                "--devices: {count} ranks cannot share a model, whose heads and experts are cut into \
+                 halves; expected 1, 2, 4 or 8 entries"
+            ))),
+        },
+    }
 }
 
 /// `R/N`: rank R of N.
@@ -139,6 +197,8 @@ pub fn parse_rank_slice(text: &str) -> Result<Slice> {
 pub fn check_tp(tp: usize) -> Result<()> {
     match tp {
         1 | 2 | 4 | 8 => Ok(()),
-        other => Err(Error::input(format!("--tp {other}: expected 1, 2, 4 or 8 ranks"))),
+        other => Err(Error::input(format!(
+            "--tp {other}: expected 1, 2, 4 or 8 ranks; heads and experts are cut into halves"
+        ))),
     }
 }

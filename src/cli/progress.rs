@@ -45,6 +45,11 @@ impl Progress {
         }
     }
 
+    /// Sets how much a bar that counts goes to, where that is known only when work has begun.
+    pub fn up_to(&self, total: u64) {
+        self.bar.set_length(total);
+    }
+
     /// Adds what was done.
     pub fn add(&self, done: u64) {
         self.bar.inc(done);

@@ -1,45 +1,88 @@
-//! The backend: captured graphs of a step by its number of rows, and the copies around them.
+//! The backend: one rank, all ranks in lock-step on one device, or a thread for each rank.
 
-use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
+use super::fabric::{Fabric, FabricShape, Mischief};
+use super::group::RankGroup;
 use super::layout::MAX_ROWS;
-use super::plan::MemoryPlan;
-use super::rank::{CudaOptions, CudaRank};
-use super::stages::Recorder;
-use super::{Graph, Pinned};
-use crate::error::{Error, Result};
-use crate::model::{
-    Backend, Draft, Drafted, ModelConfig, ModelParams, Output, Row, RowResult, Step, forward,
+use super::links::DeviceLinks;
+use super::rank::{CudaOptions, CudaRank, RankComm};
+use super::rank_thread::Loaded;
+use super::runner::{BUCKETS, Runner};
+use super::{Device, MemoryPlan, driver_summary};
+use crate::comm::{
+    Choice, Plan, Qualified, Variant, check_choice, load_choice, qualify, store_choice,
 };
+use crate::error::{Error, Result};
+use crate::model::{Backend, Draft, Drafted, ModelConfig, ModelParams, RowResult, Step};
 
-/// Numbers of rows that have a graph; a step is filled up to the next.
-const BUCKETS: [usize; 9] = [1, 2, 3, 4, 5, 6, 8, 12, 16];
-/// Bytes of a row as the kernels read it, and of a result.
-const ROW_BYTES: usize = 16;
-const BEST_BYTES: usize = 8;
-
-/// Which graph a step takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Shape {
-    rows: usize,
-    long: bool,
-    with_head: bool,
+/// How ranks that share a device run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sharing {
+    /// In turn, on one stream: nothing ever waits.
+    #[default]
+    LockStep,
+    /// As on devices of their own.
+    Concurrent,
 }
 
-/// One rank on one device, as a backend.
+/// How the ranks of a model exchange.
+#[derive(Debug, Clone)]
+pub struct RanksOptions {
+    /// The ranks' devices, in rank order; one may be there several times. None means those that the
+    /// engine chooses.
+    pub devices: Vec<usize>,
+    /// How ranks on one device run.
+    pub sharing: Sharing,
+    /// The variant to use; `None` for the fastest of each size.
+    pub reduce: Option<Variant>,
+    /// Qualify the links though an earlier start on this box has.
+    pub requalify: bool,
+    /// How long a rank waits for another.
+    pub timeout: Duration,
+    /// Number of the first collective.
+    pub first_epoch: u64,
+    /// What tests make go wrong, while links are qualified and while the model runs.
+    pub mischief: Option<Mischief>,
+    /// Whether the driver's copies between devices do nothing and report success: for tests.
+    pub copies_lie: bool,
+}
+
+impl Default for RanksOptions {
+    fn default() -> Self {
+        Self {
+            devices: Vec::new(),
+            sharing: Sharing::default(),
+            reduce: None,
+            requalify: false,
+            timeout: Duration::from_secs(3),
+            first_epoch: 1,
+            mischief: None,
+            copies_lie: false,
+        }
+    }
+}
+
+/// Exchanges with known sums, and timed ones, of each size at a start.
+const KNOWN_SUMS: usize = 4;
+const TIMED: usize = 500;
+
+enum Drive {
+    Here(Box<Runner>),
+    Group(RankGroup),
+}
+
+/// The ranks as one backend.
 pub struct CudaBackend {
-    // Graphs first: they hold addresses of what follows.
-    graphs: HashMap<Shape, Graph>,
-    /// The step's rows, and behind them its results.
-    exchange: Pinned,
-    rank: CudaRank,
-    /// The id of the first row of this rank's part of the head.
-    first_id: usize,
+    drive: Drive,
+    loaded: Loaded,
+    choice: Option<Arc<Choice>>,
 }
 
 impl CudaBackend {
-    /// Loads the model and captures all graphs; nothing is allocated on the device afterwards.
+    /// Loads one rank that runs without others, and captures all graphs; nothing is allocated on the
+    /// device afterwards.
     ///
     /// # Errors
     /// Input error if the model does not fit, or this box or build cannot run it.
@@ -49,130 +92,183 @@ impl CudaBackend {
         options: &CudaOptions,
         progress: &dyn Fn(usize, usize),
     ) -> Result<Self> {
-        let rank = CudaRank::load(config, params, options, progress)?;
-        let exchange = Pinned::alloc(&rank.device, MAX_ROWS * (ROW_BYTES + BEST_BYTES))?;
-        let first_id = rank.weights.vocabulary * options.rank;
-        let mut backend = Self { graphs: HashMap::new(), exchange, rank, first_id };
-        let mut shapes = vec![Shape { rows: MAX_ROWS, long: false, with_head: false }];
-        shapes.extend(BUCKETS.map(|rows| Shape { rows, long: false, with_head: true }));
-        if options.context > config.index_topk {
-            let long: Vec<Shape> = shapes.iter().map(|s| Shape { long: true, ..*s }).collect();
-            shapes.extend(long);
-        }
-        for shape in shapes {
-            let graph = backend.capture(shape)?;
-            graph.upload(&backend.rank.stream)?;
-            backend.graphs.insert(shape, graph);
-        }
-        backend.rank.stream.synchronize()?;
-        Ok(backend)
+        let rank = CudaRank::load(config, params, options, None, progress)?;
+        let runner = Box::new(Runner::new(vec![rank], 1)?);
+        Ok(Self { loaded: Loaded::of(&runner), drive: Drive::Here(runner), choice: None })
     }
 
-    /// What the device's memory is used for.
+    /// Qualifies the links, loads all ranks and captures their graphs. `params` gives a rank's
+    /// tensors; the device and rank of `options` are not looked at.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::start`]; runtime error that names the rank if one fails or stalls.
+    pub fn start_ranks(
+        config: &Arc<ModelConfig>,
+        params: &dyn Fn(usize) -> Result<ModelParams>,
+        options: &CudaOptions,
+        ranks: &RanksOptions,
+        progress: &dyn Fn(usize, usize),
+    ) -> Result<Self> {
+        let devices: Vec<Arc<Device>> =
+            ranks.devices.iter().map(|device| Device::open(*device)).collect::<Result<_>>()?;
+        let lock_step = shares_a_device(&ranks.devices) && ranks.sharing == Sharing::LockStep;
+        if lock_step && ranks.devices.iter().any(|device| *device != ranks.devices[0]) {
+            return Err(Error::input(format!(
+                "--devices {:?}: ranks in lock-step are all on one GPU; use --shared-gpu concurrent",
+                ranks.devices
+            )));
+        }
+        let shape = FabricShape { rows: MAX_ROWS, hidden: config.hidden_size };
+        let mut fabric = Fabric::new(&devices, shape, ranks.timeout, ranks.mischief)?;
+        let choice = match ranks.reduce {
+            Some(variant) => known_to_work(&mut fabric, variant, ranks, lock_step)?,
+            // Nothing waits there, so there is nothing to time; both protocols are worth a run.
+            None if lock_step => Choice::of(vec![(3, Variant::Push), (MAX_ROWS, Variant::Owner)])
+                .unwrap_or_else(|| Choice::only(Variant::Push)),
+            None => qualified(&mut fabric, ranks)?,
+        };
+        fabric.reset()?;
+        let (fabric, choice) = (Arc::new(fabric), Arc::new(choice));
+        let of_rank = |rank: usize| CudaOptions {
+            device: ranks.devices[rank],
+            rank,
+            ranks: ranks.devices.len(),
+            ..*options
+        };
+        let comm = |rank: usize| RankComm {
+            fabric: Arc::clone(&fabric),
+            rank,
+            choice: Arc::clone(&choice),
+        };
+        let all = 0..ranks.devices.len();
+        if lock_step {
+            let of_one = ranks.devices.len();
+            let load = |rank: usize| {
+                let all = |bytes: usize, total: usize| progress(bytes, total * of_one);
+                let (options, comm) = (of_rank(rank), Some(comm(rank)));
+                CudaRank::load(config, &params(rank)?, &options, comm, &all)
+            };
+            let loaded = all.map(load).collect::<Result<Vec<_>>>()?;
+            let runner = Box::new(Runner::new(loaded, ranks.first_epoch)?);
+            let loaded = Loaded::of(&runner);
+            return Ok(Self { drive: Drive::Here(runner), loaded, choice: Some(choice) });
+        }
+        let shares = all.map(|rank| Ok((params(rank)?, of_rank(rank), comm(rank))));
+        let shares = shares.collect::<Result<Vec<_>>>()?;
+        let (group, loaded) =
+            RankGroup::start(config, shares, ranks.first_epoch, ranks.timeout, progress)?;
+        Ok(Self { drive: Drive::Group(group), loaded, choice: Some(choice) })
+    }
+
+    /// What the memory of a rank's device is used for.
     pub fn plan(&self) -> MemoryPlan {
-        self.rank.plan
+        self.loaded.plan
     }
 
-    /// Bytes of weights that a step of one row reads.
+    /// Bytes of weights that a step of one row reads on a rank.
     pub fn step_bytes(&self) -> usize {
-        self.rank.weights.step_bytes(self.rank.config.num_experts_per_tok)
+        self.loaded.step_bytes
     }
 
     /// Launches of a step of one row in a short context.
     pub fn launches(&self) -> usize {
-        let shape = Shape { rows: 1, long: false, with_head: true };
-        self.graphs.get(&shape).map_or(0, Graph::nodes)
+        self.loaded.launches
     }
 
-    fn capture(&mut self, shape: Shape) -> Result<Graph> {
-        let (rank, exchange) = (&self.rank, &mut self.exchange);
-        let config = rank.config.clone();
-        rank.stream.capture(|stream| {
-            stream.copy_to_device(rank.buffers.rows, exchange, 0..shape.rows * ROW_BYTES)?;
-            let mut recorder =
-                Recorder { rank, rows: shape.rows, long: shape.long, with_head: shape.with_head };
-            forward(&mut recorder, &config, &Step { rows: Vec::new() })?;
-            if shape.with_head {
-                let results = MAX_ROWS * ROW_BYTES..;
-                let end = results.start + shape.rows * BEST_BYTES;
-                stream.copy_from_device(exchange, results.start..end, rank.buffers.best)?;
-            }
-            Ok(())
-        })
-    }
-
-    /// Runs at most [`MAX_ROWS`] rows; `first` is the index of the first in its step.
-    fn run(&mut self, rows: &[Row], first: usize, results: &mut Vec<RowResult>) -> Result<()> {
-        let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows.len()).unwrap_or(MAX_ROWS);
-        let top_k = self.rank.config.index_topk;
-        let wanted = rows.iter().any(|row| row.output != Output::None);
-        let shape = Shape {
-            rows: bucket,
-            long: rows.iter().any(|row| row.position + 1 - row.first > top_k),
-            with_head: wanted || bucket != MAX_ROWS,
-        };
-        // What fills the step up is a row of its own in the entry behind all sequences.
-        let sizes = self.rank.sizes;
-        let filling =
-            Row { sequence: sizes.parallel, first: 0, position: 0, token: 0, output: Output::None };
-        let filled = rows.iter().copied().chain(std::iter::repeat(filling)).take(bucket);
-        for (row, out) in filled.zip(self.exchange.as_mut_slice().as_chunks_mut::<ROW_BYTES>().0) {
-            *out = row_bytes(&row);
-        }
-        let graph = self
-            .graphs
-            .get(&shape)
-            .ok_or_else(|| Error::runtime(format!("no graph was captured for {shape:?}")))?;
-        graph.launch(&self.rank.stream)?;
-        self.rank.stream.synchronize()?;
-
-        let vocabulary = self.rank.weights.vocabulary;
-        for (index, row) in rows.iter().enumerate() {
-            if row.output == Output::None {
-                continue;
-            }
-            let at = MAX_ROWS * ROW_BYTES + index * BEST_BYTES;
-            let best = &self.exchange.as_slice()[at..at + BEST_BYTES];
-            let id = u32::from_ne_bytes([best[0], best[1], best[2], best[3]]);
-            let logit = f32::from_ne_bytes([best[4], best[5], best[6], best[7]]);
-            if !logit.is_finite() {
-                return Err(Error::runtime(format!(
-                    "the logits at position {} are not finite numbers; the weights are damaged: \
-                     talon verify --scales, or --check-hashes, finds where",
-                    row.position
-                )));
-            }
-            let mut logits = Vec::new();
-            if row.output == Output::Logits {
-                let mut bytes = vec![0; vocabulary * size_of::<f32>()];
-                let from = self.rank.buffers.logits + (index * bytes.len()) as u64;
-                self.rank.stream.download(from, &mut bytes)?;
-                logits = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)).collect();
-            }
-            let argmax = id + self.first_id as u32;
-            results.push(RowResult { row: first + index, argmax, logits });
-        }
-        Ok(())
+    /// How the ranks exchange, in words; `None` for one that is alone.
+    pub fn reduce_summary(&self) -> Option<String> {
+        self.choice.as_ref().map(|choice| choice.summary())
     }
 }
 
-/// A row as the kernels read it (common.cuh, `Row`).
-pub(super) fn row_bytes(row: &Row) -> [u8; ROW_BYTES] {
-    let fields = [row.token, row.position as u32, row.sequence as u32, row.first as u32];
-    let mut bytes = [0; ROW_BYTES];
-    for (field, out) in fields.iter().zip(bytes.as_chunks_mut::<4>().0) {
-        *out = field.to_ne_bytes();
+/// Whether two ranks are on one device.
+pub fn shares_a_device(devices: &[usize]) -> bool {
+    devices.iter().enumerate().any(|(rank, device)| devices[..rank].contains(device))
+}
+
+/// A variant that was asked for, if its sums are right.
+fn known_to_work(
+    fabric: &mut Fabric,
+    variant: Variant,
+    ranks: &RanksOptions,
+    lock_step: bool,
+) -> Result<Choice> {
+    let choice = Choice::only(variant);
+    if !lock_step {
+        let plan = Plan { rows: &BUCKETS, hidden: fabric.shape().hidden, known_sums: 1, timed: 0 };
+        let mut links = DeviceLinks::new(fabric, ranks.copies_lie)?;
+        check_choice(&mut links, &choice, &plan).map_err(|error| {
+            Error::runtime(format!("--reduce {variant}: {error}; --reduce auto finds another way"))
+        })?;
     }
-    bytes
+    Ok(choice)
+}
+
+/// What an earlier start on this box has chosen, if it still sums right, else what this one finds.
+fn qualified(fabric: &mut Fabric, ranks: &RanksOptions) -> Result<Choice> {
+    let hidden = fabric.shape().hidden;
+    let plan = Plan { rows: &BUCKETS, hidden, known_sums: KNOWN_SUMS, timed: TIMED };
+    let fingerprint = fingerprint(fabric)?;
+    let mut links = DeviceLinks::new(fabric, ranks.copies_lie)?;
+    if !ranks.requalify
+        && let Some(choice) = load_choice(&fingerprint)
+    {
+        let quick = Plan { known_sums: 1, ..plan };
+        match check_choice(&mut links, &choice, &quick) {
+            Ok(()) => {
+                log::info!("links between GPUs, as an earlier start chose: {}", choice.summary());
+                return Ok(choice);
+            }
+            Err(error) => {
+                log::warn!("links between GPUs have changed: {error}; qualifying them anew");
+                crate::comm::Links::reset(&mut links)?;
+            }
+        }
+    }
+    let found: Qualified = qualify(&mut links, &plan, &mut |fault| {
+        log::warn!("links between GPUs: {fault}; not used");
+    })?;
+    for (rows, variant, times) in &found.times {
+        log::debug!(
+            "reduce_norm, {rows} rows, {variant}: median {:.1} us, worst {:.1} us",
+            times.median,
+            times.worst
+        );
+    }
+    log::info!("links between GPUs, the fastest of what is right: {}", found.choice.summary());
+    store_choice(&fingerprint, &found);
+    Ok(found.choice)
+}
+
+/// What decides how fast links are: devices in rank order, driver, kernel, and this build.
+fn fingerprint(fabric: &Fabric) -> Result<String> {
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut text = format!(
+        "{} {} | {} | {}",
+        env!("CARGO_PKG_VERSION"),
+        env!("TALON_COMMIT"),
+        driver_summary(),
+        kernel.trim()
+    );
+    for rank in 0..fabric.ranks() {
+        let device = fabric.device(rank);
+        text += &format!(" | {} {}", device.uuid(), device.pci_address()?);
+    }
+    Ok(text + &format!(" | {}", fabric.shape().hidden))
 }
 
 impl Backend for CudaBackend {
     fn step(&mut self, step: Step) -> Result<Vec<RowResult>> {
-        let mut results = Vec::new();
-        for (index, rows) in step.rows.chunks(MAX_ROWS).enumerate() {
-            self.run(rows, index * MAX_ROWS, &mut results)?;
-        }
-        Ok(results)
+        let outcomes = match &mut self.drive {
+            Drive::Here(runner) => runner.step(&step)?,
+            Drive::Group(group) => group.step(step)?,
+        };
+        let result = |outcome: super::runner::RowOutcome| RowResult {
+            row: outcome.row,
+            argmax: outcome.id,
+            logits: outcome.logits,
+        };
+        Ok(outcomes.into_iter().map(result).collect())
     }
 
     fn draft(&mut self, _draft: Draft) -> Result<Vec<Drafted>> {

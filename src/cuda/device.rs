@@ -105,6 +105,45 @@ impl Device {
         Ok(free)
     }
 
+    /// Lets kernels of this device read and write `other`'s memory; false where the two cannot.
+    ///
+    /// # Errors
+    /// When the driver does not answer.
+    pub fn reach(&self, other: &Self) -> Result<bool> {
+        if self.handle == other.handle {
+            return Ok(true);
+        }
+        let mut can = 0;
+        // SAFETY: writes one integer to a valid address.
+        let result = unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.handle, other.handle) };
+        let on = || format!("from {self} to {other}");
+        check(result, "cuDeviceCanAccessPeer", on)?;
+        if can == 0 {
+            return Ok(false);
+        }
+        self.make_current()?;
+        // SAFETY: both contexts are retained; the current one is this device's.
+        let result = unsafe { sys::cuCtxEnablePeerAccess(other.context, 0) };
+        if result == sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED {
+            return Ok(true);
+        }
+        check(result, "cuCtxEnablePeerAccess", on)?;
+        Ok(true)
+    }
+
+    /// The device's place on the PCI bus, such as "0000:17:00.0", as /sys names it.
+    ///
+    /// # Errors
+    /// When the driver does not answer.
+    pub fn pci_address(&self) -> Result<String> {
+        let mut text: [c_char; 32] = [0; 32];
+        // SAFETY: writes at most 31 bytes and a NUL into 32, the last of which stays NUL.
+        let result = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), 31, self.handle) };
+        check(result, "cuDeviceGetPCIBusId", || self.to_string())?;
+        // SAFETY: the buffer ends in a NUL.
+        Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().to_lowercase())
+    }
+
     /// The index that the device was opened by.
     pub fn ordinal(&self) -> usize {
         self.ordinal

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::kernels::fatbin;
-use super::layout::MAX_USED;
+use super::layout::{MAX_HIDDEN, MAX_USED};
 use super::{Device, Kernel, Module};
+use crate::comm::Variant;
 use crate::error::{Error, Result};
 
 /// Threads of a block that multiplies matrices (tile.cuh, `LINEAR_THREADS`).
@@ -45,10 +46,44 @@ impl ByRows {
     }
 }
 
+/// `reduce_norm` between ranks, of each variant; and again with what tests make go wrong.
+pub struct Exchanges([[Kernel; 3]; 2]);
+
+impl Exchanges {
+    /// Those of reduce_norm.cu's module.
+    ///
+    /// # Errors
+    /// Runtime error if the module lacks one.
+    pub fn of_module(module: &Arc<Module>) -> Result<Self> {
+        let kernel = |name: &str| {
+            let kernel = module.kernel(name)?;
+            kernel.set_max_shared((MAX_HIDDEN * size_of::<f32>()) as u32)?;
+            Ok::<_, Error>(kernel)
+        };
+        let all = |suffix: &str| {
+            let of = |variant: Variant| kernel(&format!("reduce_norm_{variant}{suffix}"));
+            Ok::<_, Error>([of(Variant::Push)?, of(Variant::Pull)?, of(Variant::Owner)?])
+        };
+        Ok(Self([all("")?, all("_injected")?]))
+    }
+
+    /// The kernel of a variant.
+    pub fn of(&self, variant: Variant, injected: bool) -> &Kernel {
+        let place = match variant {
+            Variant::Push => 0,
+            // Pull's mailboxes may lie in the host's memory too.
+            Variant::Pull | Variant::Staged => 1,
+            Variant::Owner => 2,
+        };
+        &self.0[usize::from(injected)][place]
+    }
+}
+
 /// All kernels; the fields carry their names.
 pub struct KernelSet {
     pub embed: Kernel,
     pub reduce_norm: Kernel,
+    pub exchanges: Exchanges,
     pub project_latents: ByRows,
     pub norm_latents: Kernel,
     pub project_queries: ByRows,
@@ -88,11 +123,13 @@ impl KernelSet {
         let queries = module("project_queries")?;
         let attention = module("attend")?;
         let head = module("head")?;
+        let norm = module("reduce_norm")?;
         let attend = attention.kernel("attend")?;
         attend.set_max_shared(attend_shared)?;
         Ok(Self {
             embed: module("embed")?.kernel("embed")?,
-            reduce_norm: module("reduce_norm")?.kernel("reduce_norm")?,
+            reduce_norm: norm.kernel("reduce_norm")?,
+            exchanges: Exchanges::of_module(&norm)?,
             project_latents: linear(&latents, "project_latents", LINEAR_SHARED)?,
             norm_latents: latents.kernel("norm_latents")?,
             project_queries: linear(&queries, "project_queries", LINEAR_SHARED)?,

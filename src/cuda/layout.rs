@@ -232,3 +232,77 @@ pub struct DownExperts {
     pub first: DeviceMatrix,
     pub globals: u64,
 }
+
+/// Ranks that can share a model (exchange.cuh, `MAX_RANKS`).
+pub const MAX_RANKS: usize = 8;
+
+/// exchange.cuh, `Exchange`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Exchange {
+    pub boxes: [u64; MAX_RANKS],
+    pub control: u64,
+    pub fault: u64,
+    pub injection: u64,
+    pub trace: u64,
+    pub timeout_ns: u64,
+    pub collective: u32,
+    pub rank: i32,
+    pub ranks: i32,
+    pub capacity: i32,
+    pub phases: i32,
+    pub shared_device: i32,
+}
+
+/// exchange.cuh, `Injection`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct Injection {
+    pub kind: i32,
+    pub rank: i32,
+    pub peer: i32,
+    pub seed: u32,
+    pub epoch: u64,
+    pub delay_ns: u32,
+    pub padding: i32,
+}
+
+/// Bytes of exchange.cuh's `Control` and `Fault`.
+pub const CONTROL_BYTES: usize = 16;
+pub const FAULT_BYTES: usize = 24;
+
+/// reduce_norm.cu, `Rows`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct NormRows {
+    pub partial: u64,
+    pub residual: u64,
+    pub gain: u64,
+    pub normed: u64,
+    pub eps: f32,
+    pub hidden: i32,
+    pub rows: i32,
+    pub padding: i32,
+}
+
+/// head.cu, `Part`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct VocabularyPart {
+    pub logits: u64,
+    pub vocabulary: i32,
+    pub limit: i32,
+    pub first_id: i32,
+    pub hidden: i32,
+    pub normed: u64,
+    pub own: u64,
+    pub results: u64,
+}
+
+/// Bytes of a row as the kernels read it (common.cuh, `Row`), and of what the host writes for a step
+/// before its rows (embed.cu, `Step`).
+pub const ROW_BYTES: usize = 16;
+pub const STEP_HEAD_BYTES: usize = 16;
+/// Bytes of head.cu's `Best` and `Result`.
+pub const BEST_BYTES: usize = 8;
+pub const RESULT_BYTES: usize = 16;

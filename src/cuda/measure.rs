@@ -4,10 +4,10 @@
 
 use std::sync::Arc;
 
-use super::backend::row_bytes;
 use super::kernel_set::require;
 use super::layout::MAX_ROWS;
 use super::rank::{CudaOptions, CudaRank};
+use super::runner::row_bytes;
 use super::stages::Recorder;
 use super::weights::{DeviceLayer, DeviceMlp};
 use super::{Event, Graph, Kernel, Launch, Module};
@@ -92,7 +92,7 @@ pub fn measure_kernels(
     rows: &[usize],
     progress: &dyn Fn(usize, usize),
 ) -> Result<KernelTimes> {
-    let rank = CudaRank::load(config, params, options, progress)?;
+    let rank = CudaRank::load(config, params, options, None, progress)?;
     let bench = Bench::new(rank)?;
     let large = 1 << 30;
     let read_roof = large as f64 / (bench.read_us(large)? * 1e-6);
@@ -168,7 +168,7 @@ impl Bench {
     fn stage_us(&self, rows: usize, long: bool, layers: &[usize], run: Run) -> Result<[f64; 3]> {
         let capture = |turns: usize| {
             self.rank.stream.capture(|_| {
-                let mut recorder = Recorder { rank: &self.rank, rows, long, with_head: true };
+                let mut recorder = self.rank.recorder(rows, long);
                 (0..turns).try_for_each(|_| {
                     layers.iter().try_for_each(|layer| run(&mut recorder, *layer))
                 })

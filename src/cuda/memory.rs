@@ -103,6 +103,11 @@ impl Pinned {
         Ok(Self { device: Arc::clone(device), start, bytes })
     }
 
+    /// Where it begins, as kernels of any device see it (unified addressing).
+    pub fn address(&self) -> u64 {
+        self.start.as_ptr().addr() as u64
+    }
+
     /// The bytes. Synchronise with a copy to here before reading them.
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: `bytes` bytes at `start` are ours and were written in `alloc`.

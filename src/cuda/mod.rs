@@ -1,39 +1,49 @@
-//! The GPU backend ([`CudaBackend`]): one rank's weights, caches and stages on one device; and below
-//! it the CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
+//! The GPU backend ([`CudaBackend`]): the ranks' weights, caches and stages on their devices, and the
+//! mailboxes that they exchange through; and below them the CUDA driver, as far as talon needs it: devices, their memory, streams, kernels and graphs.
 //! The only importer of cudarc, of which only the raw functions are used: its safe layer lacks
 //! attributes of launches and sizes of parameters.
 
 mod backend;
 mod buffer;
 mod check;
+mod collective;
 mod device;
 mod driver;
 mod event;
+mod fabric;
 mod fatbin;
 mod graph;
+mod group;
 mod kernel_set;
 pub mod kernels;
 mod launch;
 mod layout;
+mod links;
 mod measure;
 mod memory;
 mod module;
+mod numa;
 mod places;
 mod plan;
 mod probe;
 mod rank;
+mod rank_thread;
 mod routing;
+mod runner;
 mod stages;
 mod stream;
+mod together;
 mod upload;
 mod weights;
 
-pub use backend::CudaBackend;
+pub use backend::{CudaBackend, RanksOptions, Sharing, shares_a_device};
 pub use buffer::{Buffer, Stored};
 pub use device::Device;
 pub use event::Event;
+pub use fabric::{Damage, Mischief};
 pub use graph::Graph;
 pub use launch::{Arg, Launch};
+pub use links::{LinkTime, exchange_many, measure_links};
 pub use measure::{KernelTimes, StageTime, measure_kernels};
 pub use memory::{DeviceMemory, Pinned};
 pub use module::{Attributes, Kernel, Module};
@@ -42,6 +52,8 @@ pub use probe::Probe;
 pub use rank::CudaOptions;
 pub use routing::{Route, decode_routes, encode_routes};
 pub use stream::Stream;
+
+pub use crate::comm::Variant;
 
 /// Whether this build has kernels.
 pub fn has_kernels() -> bool {

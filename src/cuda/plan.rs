@@ -1,7 +1,10 @@
 //! What the device's memory is used for, summed before anything is allocated. Nothing is allocated
 //! after a load.
 
-use super::layout::{MAX_ROWS, ROUTING_BYTES, SPLIT, UNIT};
+use super::layout::{
+    BEST_BYTES, CONTROL_BYTES, MAX_ROWS, RESULT_BYTES, ROUTING_BYTES, ROW_BYTES, SPLIT,
+    STEP_HEAD_BYTES, UNIT,
+};
 use super::places::Places;
 use super::upload::STAGING_BYTES;
 use crate::error::{Error, Result};
@@ -39,6 +42,12 @@ pub struct Sizes {
 #[derive(Debug, Clone, Default)]
 pub struct Buffers {
     pub rows: u64,
+    /// exchange.cuh's `Control`.
+    pub control: u64,
+    /// What stands in the host's place where a stage is run by itself: embed.cu's `Step`, and
+    /// head.cu's results.
+    pub step: u64,
+    pub results: u64,
     pub partial: u64,
     pub residual: u64,
     pub normed: u64,
@@ -104,7 +113,10 @@ impl Buffers {
         let mut rows = |bytes: usize| places.take(MAX_ROWS * bytes + UNIT * BF16);
         let mlp_width = sizes.dense_width.max(sizes.shared_width);
         let mut buffers = Self {
-            rows: rows(16),
+            rows: rows(ROW_BYTES),
+            control: rows(CONTROL_BYTES),
+            step: rows(STEP_HEAD_BYTES + ROW_BYTES),
+            results: rows(RESULT_BYTES),
             partial: rows(hidden * F32),
             residual: rows(hidden * F32),
             normed: rows(hidden * BF16),
@@ -125,7 +137,7 @@ impl Buffers {
             activations: rows(config.num_experts_per_tok * sizes.expert_width * BF16),
             mlp_activations: rows(mlp_width * BF16),
             logits: rows(sizes.vocabulary * F32),
-            best: rows(8),
+            best: rows(BEST_BYTES),
             latent_splits,
             route_splits,
             attend_splits,

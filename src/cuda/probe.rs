@@ -3,14 +3,13 @@
 
 use std::sync::Arc;
 
-use super::backend::row_bytes;
 use super::buffer::{Buffer, Stored};
 use super::kernel_set::{LINEAR_SHARED, LINEAR_THREADS};
-use super::layout::{MAX_ROWS, ROUTING_BYTES, SPLIT, UNIT};
+use super::layout::{BEST_BYTES, MAX_ROWS, ROUTING_BYTES, SPLIT, STEP_HEAD_BYTES, UNIT};
 use super::places::Places;
 use super::rank::{CudaOptions, CudaRank};
 use super::routing::{self, Route, encode_routes};
-use super::stages::Recorder;
+use super::runner::row_bytes;
 use super::upload::Uploader;
 use super::weights::{DeviceLayer, DeviceMlp};
 use super::{Arg, DeviceMemory, Launch};
@@ -46,7 +45,7 @@ impl Probe {
         options: &CudaOptions,
         progress: &dyn Fn(usize, usize),
     ) -> Result<Self> {
-        Ok(Self { rank: CudaRank::load(config, params, options, progress)? })
+        Ok(Self { rank: CudaRank::load(config, params, options, None, progress)? })
     }
 
     /// Parts of a row's attention that there is room for, and positions of a part.
@@ -64,6 +63,7 @@ impl Probe {
         let end = buffers.routing + ROUTING_BYTES as u64;
         stream.fill(buffers.rows, 0, (end - buffers.rows) as usize)?;
         let bytes: Vec<u8> = rows.iter().flat_map(row_bytes).collect();
+        stream.upload(buffers.step + STEP_HEAD_BYTES as u64, &bytes)?;
         stream.upload(buffers.rows, &bytes)
     }
 
@@ -127,7 +127,7 @@ impl Probe {
         // A stage may begin before the launch ahead of it has ended; what was written here must
         // have.
         self.rank.stream.synchronize()?;
-        stage(&mut Recorder { rank: &self.rank, rows, long, with_head: true })
+        stage(&mut self.rank.recorder(rows, long))
     }
 
     /// What a buffer holds for these rows, one row behind the other.
@@ -147,6 +147,14 @@ impl Probe {
             let config = &self.rank.config;
             let (experts, used) = (config.n_routed_experts, config.num_experts_per_tok);
             bytes = routing::said(&bytes, rows.len(), experts, used);
+        }
+        if buffer == Buffer::Best {
+            // Ids of the whole vocabulary, of which this rank's part is looked at.
+            for best in bytes.as_chunks_mut::<BEST_BYTES>().0 {
+                let id = i32::from_ne_bytes([best[0], best[1], best[2], best[3]]);
+                let own = id.wrapping_sub(self.rank.first_id as i32);
+                best[..4].copy_from_slice(&own.to_ne_bytes());
+            }
         }
         Ok(bytes)
     }

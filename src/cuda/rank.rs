@@ -1,16 +1,22 @@
 //! One rank on one device: its weights, caches, buffers and kernels.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use super::fabric::Fabric;
 use super::kernel_set::KernelSet;
 use super::layout::{MAX_EXPERTS, MAX_HIDDEN, MAX_LATENT, MAX_SPLITS_OF_LIST, MAX_USED, SPLIT};
 use super::places::Places;
 use super::plan::{Buffers, MemoryPlan, Sizes};
+use super::stages::{HostPlaces, Recorder};
 use super::upload::Uploader;
 use super::weights::DeviceWeights;
 use super::{Device, DeviceMemory, Stream};
+use crate::comm::Choice;
 use crate::error::{Error, Result};
 use crate::model::{MlpParams, ModelConfig, ModelParams};
+
+/// Held from looking at a device's free memory to taking it.
+static ALLOCATING: Mutex<()> = Mutex::new(());
 
 /// Settings that a rank is built for.
 #[derive(Debug, Clone, Copy)]
@@ -29,6 +35,17 @@ pub struct CudaOptions {
     pub ranks: usize,
 }
 
+/// A rank's end of the exchange.
+#[derive(Clone)]
+pub struct RankComm {
+    /// All ranks' mailboxes.
+    pub fabric: Arc<Fabric>,
+    /// This rank.
+    pub rank: usize,
+    /// The variants that it takes.
+    pub choice: Arc<Choice>,
+}
+
 /// One rank.
 pub struct CudaRank {
     pub(super) config: Arc<ModelConfig>,
@@ -39,8 +56,11 @@ pub struct CudaRank {
     /// Kernels bring later ones' weights into the L2 cache, if TALON_L2_PREFETCH=1: it cost 6 % of a
     /// step on an H200 and may pay where the cache is larger.
     pub(super) prefetch: bool,
-    /// Ids of this rank's part of the vocabulary that are real.
+    /// Ids of this rank's part of the vocabulary that are real, and the id of its first.
     pub(super) vocab_limit: usize,
+    pub(super) first_id: usize,
+    /// How it exchanges with the other ranks, if it does.
+    pub(super) comm: Option<RankComm>,
     pub(super) plan: MemoryPlan,
     pub(super) stream: Stream,
     pub(super) device: Arc<Device>,
@@ -57,6 +77,7 @@ impl CudaRank {
         config: &Arc<ModelConfig>,
         params: &ModelParams,
         options: &CudaOptions,
+        comm: Option<RankComm>,
         progress: &dyn Fn(usize, usize),
     ) -> Result<Self> {
         check_shape(config)?;
@@ -71,10 +92,13 @@ impl CudaRank {
             caches_and_buffers: counted.used() - weights_bytes,
         };
         let name = format!("GPU {} ({})", options.device, device.name());
-        plan.check(device.free_bytes()?, options.context, &name)?;
-
         let kernels = KernelSet::load(&device, attend_shared(config))?;
-        let memory = DeviceMemory::alloc(&device, plan.total())?;
+        let memory = {
+            // Ranks that share a device each see what the others have taken.
+            let _turn = ALLOCATING.lock().unwrap_or_else(PoisonError::into_inner);
+            plan.check(device.free_bytes()?, options.context, &name)?;
+            DeviceMemory::alloc(&device, plan.total())?
+        };
         let mut places = Places::filling(memory.address(), Uploader::new(&device)?);
         let weights = DeviceWeights::place(config, params, &mut places, &mut |bytes| {
             progress(bytes, plan.weights);
@@ -98,11 +122,23 @@ impl CudaRank {
             buffers,
             prefetch: std::env::var_os("TALON_L2_PREFETCH").is_some_and(|value| value == "1"),
             vocab_limit,
+            first_id: share * options.rank,
+            comm,
             plan,
             stream,
             device,
             _memory: memory,
         })
+    }
+}
+
+impl CudaRank {
+    /// A recorder for stages that run one by one, without a host that writes steps and reads results:
+    /// these lie in the buffers.
+    pub(super) fn recorder(&self, rows: usize, long: bool) -> Recorder<'_> {
+        let host = HostPlaces { step: self.buffers.step, results: self.buffers.results };
+        let stream = &self.stream;
+        Recorder { rank: self, stream, rows, long, with_head: true, host, collectives: 0 }
     }
 }
 

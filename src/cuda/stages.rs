@@ -10,8 +10,9 @@ use super::layout::{
 };
 use super::rank::{CudaRank, attend_shared};
 use super::weights::{DeviceLayer, DeviceMlp, DeviceMoe};
-use super::{Arg, Kernel, Launch};
-use crate::error::{Error, Result};
+use super::{Arg, Kernel, Launch, Stream};
+use crate::comm::Phase;
+use crate::error::Result;
 use crate::model::{Norm, RowResult, Stages, Step};
 
 /// Epsilon of the indexer's k_norm, which is not `rms_norm_eps` (facts/glm5.md §3.2).
@@ -29,21 +30,34 @@ const PREFETCH_BYTES: usize = 16 << 20;
 /// Puts one step into the rank's stream.
 pub struct Recorder<'a> {
     pub rank: &'a CudaRank,
+    /// The rank's own, or the one that all ranks in lock-step share.
+    pub stream: &'a Stream,
     /// Rows of the step, the ones that only fill it up included.
     pub rows: usize,
     /// Some row sees more than `index_topk` positions.
     pub long: bool,
     /// Whether any row wants a result.
     pub with_head: bool,
+    /// Where the host writes the step and reads its results.
+    pub host: HostPlaces,
+    /// Exchanges between ranks that are recorded so far.
+    pub collectives: u32,
 }
 
-fn int(value: usize) -> Arg<'static> {
+/// Addresses in page-locked memory: of embed.cu's `Step` and of head.cu's `Result` of each row.
+#[derive(Debug, Clone, Copy)]
+pub struct HostPlaces {
+    pub step: u64,
+    pub results: u64,
+}
+
+pub(super) fn int(value: usize) -> Arg<'static> {
     Arg::from(value as i32)
 }
 
 impl Recorder<'_> {
     /// A launch that may begin while the one before it ends.
-    fn launch(
+    pub(super) fn launch(
         &self,
         kernel: &Kernel,
         grid: [usize; 3],
@@ -53,14 +67,14 @@ impl Recorder<'_> {
     ) -> Result<()> {
         let launch =
             Launch { grid: grid.map(|size| size as u32), block, shared_bytes, dependent: true };
-        self.rank.stream.launch(kernel, launch, args)
+        self.stream.launch(kernel, launch, args)
     }
 
-    fn linear(&self, kernel: &Kernel, grid: [usize; 3], args: &[Arg]) -> Result<()> {
+    pub(super) fn linear(&self, kernel: &Kernel, grid: [usize; 3], args: &[Arg]) -> Result<()> {
         self.launch(kernel, grid, LINEAR_THREADS, LINEAR_SHARED, args)
     }
 
-    fn layer(&self, layer: usize) -> &DeviceLayer {
+    pub(super) fn layer(&self, layer: usize) -> &DeviceLayer {
         &self.rank.weights.layers[layer]
     }
 
@@ -140,14 +154,16 @@ impl Stages for Recorder<'_> {
             grid: [self.rows as u32, 1, 1],
             block: 1024,
             shared_bytes: 0,
-            // It follows the copy of the rows.
+            // Nothing of the step is there before it.
             dependent: false,
         };
-        rank.stream.launch(
+        self.stream.launch(
             &rank.kernels.embed,
             launch,
             &[
+                self.host.step.into(),
                 buffers.rows.into(),
+                buffers.control.into(),
                 rank.weights.embed_tokens.into(),
                 buffers.partial.into(),
                 buffers.residual.into(),
@@ -157,29 +173,10 @@ impl Stages for Recorder<'_> {
     }
 
     fn reduce_norm(&mut self, norm: Norm) -> Result<()> {
-        let (rank, buffers) = (self.rank, &self.rank.buffers);
-        let gain = match norm {
-            Norm::Input(layer) => self.layer(layer).input_layernorm,
-            Norm::PostAttention(layer) => self.layer(layer).post_attention_layernorm,
-            Norm::Final => rank.weights.norm,
-            Norm::SharedHead => {
-                return Err(Error::runtime("the CUDA backend has no MTP layer"));
-            }
-        };
-        self.launch(
-            &rank.kernels.reduce_norm,
-            [self.rows, 1, 1],
-            1024,
-            0,
-            &[
-                buffers.partial.into(),
-                buffers.residual.into(),
-                gain.into(),
-                rank.config.rms_norm_eps.into(),
-                buffers.normed.into(),
-                int(rank.config.hidden_size),
-            ],
-        )
+        let phases = self.phases_of(norm).iter().fold(0, |bits, phase| bits | phase.bit());
+        self.reduce_norm_in(norm, phases)?;
+        self.end_collective(norm);
+        Ok(())
     }
 
     fn project_latents(&mut self, layer: usize) -> Result<()> {
@@ -503,31 +500,13 @@ impl Stages for Recorder<'_> {
         self.partial_of(down, self.rank.buffers.mlp_activations)
     }
 
-    /// The results lie in the buffers; the backend reads them after the step.
+    /// The results lie where the host reads them after the step.
     fn head(&mut self) -> Result<Vec<RowResult>> {
-        if !self.with_head {
-            return Ok(Vec::new());
+        if self.with_head {
+            self.project_logits()?;
+            self.choose_in(Phase::Send.bit() | Phase::Receive.bit())?;
+            self.collectives += 1;
         }
-        let (rank, buffers) = (self.rank, &self.rank.buffers);
-        let (lm_head, vocabulary) = (&rank.weights.lm_head, rank.weights.vocabulary);
-        self.linear(
-            rank.kernels.head.of(self.rows),
-            [lm_head.tiles(), 1, 1],
-            &[
-                Arg::of(lm_head),
-                buffers.normed.into(),
-                buffers.logits.into(),
-                int(vocabulary),
-                int(self.rows),
-            ],
-        )?;
-        self.launch(
-            &rank.kernels.argmax,
-            [self.rows, 1, 1],
-            1024,
-            0,
-            &[buffers.logits.into(), int(vocabulary), int(rank.vocab_limit), buffers.best.into()],
-        )?;
         Ok(Vec::new())
     }
 }

@@ -92,6 +92,17 @@ impl Stream {
         self.synchronize()
     }
 
+    /// Puts in a copy of `bytes` bytes between two addresses, on one device or on two.
+    ///
+    /// # Errors
+    /// Runtime error when the driver refuses it.
+    pub fn copy_between(&self, to: u64, from: u64, bytes: usize) -> Result<()> {
+        self.device.make_current()?;
+        // SAFETY: queues a copy between device memories, which are no memory of Rust's.
+        let result = unsafe { sys::cuMemcpyAsync(to, from, bytes, self.handle) };
+        check(result, "cuMemcpyAsync", || self.transfer(bytes, "to", to))
+    }
+
     /// Puts in a fill of `bytes` bytes at the address `at` with `byte`.
     ///
     /// # Errors

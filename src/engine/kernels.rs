@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{DEFAULT_CONTEXT, LoadOptions, Opened};
-use crate::cuda::{self, CudaOptions, Device, KernelTimes};
-use crate::error::Result;
+use super::backends::choose;
+use super::{BackendChoice, DEFAULT_CONTEXT, LoadOptions, Opened};
+use crate::cuda::{self, CudaOptions, Device, KernelTimes, LinkTime};
+use crate::error::{Error, Result};
 use crate::model::{ModelConfig, ModelParams, Weights};
 use crate::weights::{Slice, Source};
 
@@ -20,7 +21,7 @@ pub fn measure_kernels(
 ) -> Result<KernelTimes> {
     let (config, params, slice) = open_rank(source, options)?;
     let cuda = CudaOptions {
-        device: options.device,
+        device: options.gpus.devices.first().copied().unwrap_or(0),
         context: options.context.unwrap_or(config.max_position_embeddings.min(DEFAULT_CONTEXT)),
         parallel: options.parallel,
         vocab_limit: config.vocab_size,
@@ -28,6 +29,28 @@ pub fn measure_kernels(
         ranks: slice.of,
     };
     cuda::measure_kernels(&config, &params, &cuda, rows, progress)
+}
+
+/// Times the exchanges between the GPUs in every variant; `tell` is told what is wrong with one.
+/// Without devices, all that ranks can share a model on.
+///
+/// # Errors
+/// Input error if a GPU cannot be used, or if there is only one rank; runtime error if no variant is
+/// right.
+pub fn measure_exchanges(
+    options: &LoadOptions,
+    count: usize,
+    tell: &mut dyn FnMut(&str),
+    progress: &dyn Fn(usize, usize),
+) -> Result<Vec<LinkTime>> {
+    let chosen = choose(&LoadOptions { backend: BackendChoice::Cuda, ..options.clone() }, false)?;
+    if chosen.devices.len() < 2 {
+        return Err(Error::input(
+            "--comm: one rank has nothing to exchange; name several, as in --devices 0,1 or --devices \
+             0,0",
+        ));
+    }
+    cuda::measure_links(&chosen.devices, count, options.gpus.timeout, tell, progress)
 }
 
 /// A model's config and the tensors of the one rank that `options` ask for.
@@ -39,7 +62,7 @@ pub(super) fn open_rank(
     options: &LoadOptions,
 ) -> Result<(Arc<ModelConfig>, ModelParams, Slice)> {
     // Before a synthetic model is made, which takes seconds.
-    Device::open(options.device)?;
+    Device::open(options.gpus.devices.first().copied().unwrap_or(0))?;
     let Opened { config, checkpoint, manifest, audit, .. } =
         Opened::new(source, options.ignore_index)?;
     let slice = options.rank_slice.unwrap_or(Slice { index: 0, of: 1 });

@@ -16,7 +16,7 @@ pub use backends::{BackendChoice, DeviceUse};
 pub use check::{StageCheck, check_kernels};
 pub use drafting::DraftChoice;
 pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
-pub use kernels::measure_kernels;
+pub use kernels::{measure_exchanges, measure_kernels};
 pub use output::{OutputText, opens_reasoning};
 pub use sampler::Sampling;
 pub use session::Session;
@@ -26,6 +26,7 @@ use std::sync::Arc;
 
 use log::{info, warn};
 
+use crate::cuda::RanksOptions;
 use crate::error::{Error, Result, one_line};
 pub use crate::model::ModelConfig;
 use crate::model::{Backend, Eagle3Head, Quantization, Weights};
@@ -40,12 +41,13 @@ use crate::weights::{
 pub struct LoadOptions {
     /// Where it runs.
     pub backend: BackendChoice,
-    /// The GPU's number, as the driver counts; the CPU backend does not look at it.
-    pub device: usize,
+    /// The GPUs, as the driver counts, and how ranks on them exchange; no device is the default: as
+    /// many as ranks can share the model. The CPU backend does not look at it.
+    pub gpus: RanksOptions,
     /// Run only this rank's share of the model, without the others: a measurement, not an answer.
     pub rank_slice: Option<Slice>,
-    /// Number of ranks.
-    pub tp: usize,
+    /// Number of ranks; default: one for each GPU, or one on the CPU.
+    pub tp: Option<usize>,
     /// Tokens that a sequence may have; default: the model's maximum, at most 8192.
     pub context: Option<usize>,
     /// Sequences that may exist at a time.
@@ -68,9 +70,9 @@ impl Default for LoadOptions {
     fn default() -> Self {
         Self {
             backend: BackendChoice::default(),
-            device: 0,
+            gpus: RanksOptions::default(),
             rank_slice: None,
-            tp: 1,
+            tp: None,
             context: None,
             parallel: 1,
             prefill_chunk: 64,
@@ -187,9 +189,8 @@ impl Engine {
             );
             warn!("{}", one_line(line));
         }
-        let ranks = options.rank_slice.map_or(options.tp, |slice| slice.of);
-        audit.check_ranks(&manifest, &config.geometry(), ranks)?;
-        let (backend, left_gpu) = backends::choose(options, options.draft.is_explicit())?;
+        let chosen = backends::choose(options, options.draft.is_explicit())?;
+        audit.check_ranks(&manifest, &config.geometry(), chosen.ranks)?;
 
         let total = scale_bytes(&audit);
         let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
@@ -205,17 +206,17 @@ impl Engine {
             context: options.context.unwrap_or(config.max_position_embeddings.min(DEFAULT_CONTEXT)),
             parallel: options.parallel,
             prefill_chunk: options.prefill_chunk.max(1),
-            tp: ranks,
+            tp: chosen.ranks,
             vocab_limit: vocabulary.min(config.vocab_size),
         };
         let (draft, drafter) = drafting::open_drafter(
-            if backend == BackendChoice::Cuda { &DraftChoice::None } else { &options.draft },
+            if chosen.backend == BackendChoice::Cuda { &DraftChoice::None } else { &options.draft },
             &config,
             &checkpoint,
             &audit,
             options.draft_rope_theta,
         )?;
-        if backend == BackendChoice::Cpu {
+        if chosen.backend == BackendChoice::Cpu {
             memory::warn_if_larger_than_memory(
                 checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
             );
@@ -227,7 +228,7 @@ impl Engine {
         // The bar goes on with the weights that go to a device.
         let uploaded = |bytes: usize, all: usize| progress(bytes as u64, total + all as u64);
         let backends::Running { backend, name, device } =
-            backends::start(backend, &config, &weights, &draft, (options, &limits), &uploaded)?;
+            backends::start(&chosen, &config, &weights, &draft, (options, &limits), &uploaded)?;
         info!("{layout}; {name} backend, {} ranks, context {}", limits.tp, limits.context);
         // Behind what may refuse the load, whose message would otherwise be a second line.
         if limits.context > config.max_position_embeddings {
@@ -237,7 +238,7 @@ impl Engine {
                 limits.context, config.max_position_embeddings
             );
         }
-        if let Some(fault) = left_gpu {
+        if let Some(fault) = &chosen.left_gpu {
             warn!("running on the CPU: {fault}");
         }
         let slots = session::Slots::new(limits.parallel);

@@ -28,7 +28,7 @@ pub fn load(source: Source, options: &LoadOptions) -> Engine {
 
 /// The demo model with one of its drafters.
 pub fn demo_engine(draft: DraftChoice, tp: usize) -> Engine {
-    load(demo(), &LoadOptions { tp, draft, ..LoadOptions::default() })
+    load(demo(), &LoadOptions { tp: Some(tp), draft, ..LoadOptions::default() })
 }
 
 /// The random model of 512 tokens, which attends to 8 positions; with one of its random heads.

@@ -6,6 +6,7 @@ use talon::error::{Error, Kind};
 use talon::weights::demo;
 
 use crate::engines::{Golden, golden, greedy, long_golden, oracle, run, run_plain};
+use crate::ranks::on;
 use crate::{device, load, tiny, try_load, turn};
 
 /// Memory that may stay taken: what the driver keeps for the next module or graph.
@@ -71,10 +72,10 @@ fn a_context_that_does_not_fit_is_refused() {
 fn what_the_gpu_cannot_do_is_refused() {
     let Some((_turn, _device)) = device() else { return };
     let plain = LoadOptions::default;
-    let error = refused(try_load(demo(), LoadOptions { device: 99, ..plain() }));
+    let error = refused(try_load(demo(), LoadOptions { gpus: on(&[99]), ..plain() }));
     assert_says(&error, &["--backend cuda", "no GPU 99", "GPU 0"]);
-    let error = refused(try_load(demo(), LoadOptions { tp: 2, ..plain() }));
-    assert_says(&error, &["--backend cuda", "--tp 2"]);
+    let error = refused(try_load(demo(), LoadOptions { tp: Some(99), ..plain() }));
+    assert_says(&error, &["--backend cuda", "--tp 99", "--devices 0,0"]);
     let error = refused(try_load(demo(), LoadOptions { draft: DraftChoice::Mtp, ..plain() }));
     assert_says(&error, &["--backend cuda", "--draft none"]);
 }
@@ -85,7 +86,7 @@ fn auto_takes_the_gpu_that_is_there() {
     let Some((_turn, _device)) = device() else { return };
     let auto = LoadOptions { backend: BackendChoice::Auto, ..LoadOptions::default() };
     for (device, name) in [(0, "cuda"), (99, "cpu")] {
-        let options = LoadOptions { device, ..auto.clone() };
+        let options = LoadOptions { gpus: on(&[device]), ..auto.clone() };
         let engine = Engine::load(demo(), &options, &|_, _| {}).expect("the demo loads");
         assert_eq!(engine.backend_name(), name);
     }

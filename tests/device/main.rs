@@ -15,6 +15,7 @@ mod errors;
 mod goldens;
 mod layouts;
 mod limits;
+mod ranks;
 mod rows;
 mod sampling;
 

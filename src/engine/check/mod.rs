@@ -85,7 +85,7 @@ pub fn check_kernels(
     let shape = shape(&config, options, slice, rows);
     let first_id = config.vocab_size / slice.of * slice.index;
     let cuda = CudaOptions {
-        device: options.device,
+        device: options.gpus.devices.first().copied().unwrap_or(0),
         context: shape.context,
         parallel: shape.parallel,
         vocab_limit: first_id + shape.vocab_limit,

@@ -1,0 +1,156 @@
+//! One rank on a thread of its own: it loads its share, captures its graphs, and then runs the steps
+//! that come in through its mailbox.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::numa::stay_near;
+use super::plan::MemoryPlan;
+use super::rank::{CudaOptions, CudaRank, RankComm};
+use super::runner::{RowOutcome, Runner};
+use crate::error::{Error, Kind, Result};
+use crate::model::{ModelConfig, ModelParams, Step};
+
+/// How long a rank polls its mailbox before it sleeps: between steps there is little time.
+const POLLING: Duration = Duration::from_micros(500);
+
+/// What a rank reports once it has loaded.
+#[derive(Debug, Clone, Copy)]
+pub struct Loaded {
+    /// What its memory is used for.
+    pub plan: MemoryPlan,
+    /// Bytes of weights that a step of one row reads.
+    pub step_bytes: usize,
+    /// Launches of such a step.
+    pub launches: usize,
+}
+
+impl Loaded {
+    /// Of the first rank of a runner.
+    pub fn of(runner: &Runner) -> Self {
+        let rank = &runner.ranks()[0];
+        Self {
+            plan: rank.plan,
+            step_bytes: rank.weights.step_bytes(rank.config.num_experts_per_tok),
+            launches: runner.launches(),
+        }
+    }
+}
+
+/// What a rank sends.
+pub enum Report {
+    /// It has loaded.
+    Loaded(Result<Loaded>),
+    /// It has run a step.
+    Step(Result<Vec<RowOutcome>>),
+}
+
+/// Bytes of weights, of one rank.
+#[derive(Debug, Default)]
+pub struct Placed {
+    /// That lie on the device.
+    pub done: AtomicUsize,
+    /// All of them, as soon as they are counted.
+    pub total: AtomicUsize,
+}
+
+/// A running rank.
+pub struct RankThread {
+    /// Its mailbox; nothing more comes once it is dropped.
+    pub steps: Option<Sender<Arc<Step>>>,
+    /// How far its load is.
+    pub placed: Arc<Placed>,
+    thread: JoinHandle<()>,
+}
+
+impl RankThread {
+    /// Starts a rank; it reports to `reports` with its number.
+    ///
+    /// # Errors
+    /// Runtime error if the system gives no thread.
+    pub fn start(
+        config: &Arc<ModelConfig>,
+        params: ModelParams,
+        options: CudaOptions,
+        comm: RankComm,
+        epoch: u64,
+        reports: Sender<(usize, Report)>,
+    ) -> Result<Self> {
+        let (steps, mailbox) = channel();
+        let placed = Arc::new(Placed::default());
+        let (config, counted) = (Arc::clone(config), Arc::clone(&placed));
+        let rank = options.rank;
+        let run = move || {
+            stay_near(comm.fabric.device(rank));
+            let name = format!("rank {rank} (GPU {})", options.device);
+            let progress = |bytes: usize, total: usize| {
+                counted.total.store(total, Ordering::Relaxed);
+                counted.done.fetch_add(bytes, Ordering::Relaxed);
+            };
+            let loaded = CudaRank::load(&config, &params, &options, Some(comm), &progress);
+            let runner = loaded.and_then(|rank| Runner::new(vec![rank], epoch));
+            drop(params);
+            match runner.map_err(|error| of_rank(&name, &error)) {
+                Ok(runner) => serve(runner, rank, &name, &mailbox, &reports),
+                // Nobody listens any more if another rank has failed before.
+                Err(error) => drop(reports.send((rank, Report::Loaded(Err(error))))),
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("rank {rank}"))
+            .spawn(run)
+            .map_err(|error| Error::runtime(format!("cannot start rank {rank}: {error}")))?;
+        Ok(Self { steps: Some(steps), placed, thread })
+    }
+
+    /// Whether it has ended: after its mailbox was closed, or in a panic.
+    pub fn has_ended(&self) -> bool {
+        self.thread.is_finished()
+    }
+}
+
+/// Runs steps until the mailbox is closed.
+fn serve(
+    mut runner: Runner,
+    rank: usize,
+    name: &str,
+    mailbox: &Receiver<Arc<Step>>,
+    reports: &Sender<(usize, Report)>,
+) {
+    let report = |report: Report| reports.send((rank, report)).is_ok();
+    if !report(Report::Loaded(Ok(Loaded::of(&runner)))) {
+        return;
+    }
+    while let Some(step) = next(mailbox) {
+        let outcomes = runner.step(&step).map_err(|error| of_rank(name, &error));
+        if !report(Report::Step(outcomes)) {
+            return;
+        }
+    }
+}
+
+/// The next step: polls for a while, then sleeps.
+fn next<T>(mailbox: &Receiver<T>) -> Option<T> {
+    let begun = Instant::now();
+    while begun.elapsed() < POLLING {
+        match mailbox.try_recv() {
+            Ok(step) => return Some(step),
+            Err(TryRecvError::Disconnected) => return None,
+            Err(TryRecvError::Empty) => std::hint::spin_loop(),
+        }
+    }
+    mailbox.recv().ok()
+}
+
+/// The same error, with the rank's name before it.
+fn of_rank(name: &str, error: &Error) -> Error {
+    let text = error.to_string();
+    let text = if text.starts_with("rank ") { text } else { format!("{name}: {text}") };
+    match error.kind() {
+        Kind::Input => Error::input(text),
+        _ => Error::runtime(text),
+    }
+}
