@@ -158,11 +158,12 @@ struct Collective {
         return true;
     }
 
+    // Whether it goes wrong now; a negative peer is any.
     __device__ bool is_injected(int kind, int peer) const {
         if constexpr (INJECT) {
             const Injection& i = *e.injection;
             return i.kind == kind && i.rank == e.rank && i.epoch == epoch &&
-                   (i.peer == peer || kind == STALL);
+                   (i.peer == peer || peer < 0);
         }
         return false;
     }
@@ -175,7 +176,7 @@ struct Collective {
             hash = (hash ^ (e.rank * 64 + phase * 8 + row)) * 0x85EBCA6Bu;
             hash = (hash ^ hash >> 15) * 0xC2B2AE35u;
             unsigned long long wait = i.delay_ns == 0 ? 0 : (hash >> 8) % i.delay_ns;
-            if (phase == SEND && is_injected(STALL, 0)) wait = 2 * e.timeout_ns;
+            if (phase == SEND && is_injected(STALL, -1)) wait = 2 * e.timeout_ns;
             for (const unsigned long long start = now_ns(); now_ns() - start < wait;) {
                 __nanosleep(200);
             }

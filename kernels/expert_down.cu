@@ -74,19 +74,26 @@ __device__ __forceinline__ void store_term(
     }
 }
 
+// The warps of the experts fill their rings from the list in memory, before the block has its copy.
 template <int NB, int format>
 __device__ __forceinline__ void run_experts(
-    const DownExperts& experts, const Routing& routing, const float* globals,
+    const DownExperts& experts, const Routing* all, Routing& routing, const float* globals,
     const half* activations, int used, int width, int count, uint8_t* shared, float* terms
 ) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;
     const int units = w.units(), of_item = DOWN_TILES * units;
-    if (warp >= routing.count) return;
-    const int items = (routing.count - warp + EXPERT_WARPS - 1) / EXPERT_WARPS;
-    ExpertUnits<format> source = {nullptr, nullptr, &w, &routing, warp, 0};
+    ExpertUnits<format> source = {nullptr, nullptr, &w, all, warp, 0};
     source.locate(blockIdx.x * DOWN_TILES);
+    const int listed = all->count;
+    const int items = max(0, (listed - warp + EXPERT_WARPS - 1) / EXPERT_WARPS);
     Ring<format, DOWN_RING, ExpertUnits<format>> ring(shared, source, items * of_item);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Routing) / 16);
+         i += EXPERT_WARPS * WARP) {
+        reinterpret_cast<uint4*>(&routing)[i] = reinterpret_cast<const uint4*>(all)[i];
+    }
+    // Without the warps of the shared expert, which are at their own work.
+    asm volatile("bar.sync 1, %0;" ::"n"(EXPERT_WARPS * WARP) : "memory");
     int expert = 0, unit = 0, at = warp;
     float global = 0;
     float acc[NB][4] = {};
@@ -207,7 +214,9 @@ __device__ __forceinline__ void down(
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Routing routing;
     __shared__ float globals[MAX_EXPERTS];
-    for (int i = threadIdx.x; i < number; i += blockDim.x) globals[i] = experts.globals[i];
+    // No more than the warps of the experts have threads.
+    static_assert(MAX_EXPERTS == EXPERT_WARPS * WARP);
+    if (threadIdx.x < number) globals[threadIdx.x] = experts.globals[threadIdx.x];
     float* terms = reinterpret_cast<float*>(shared + DOWN_WARPS * DOWN_RING * SLOT);
     if (threadIdx.x / WARP >= EXPERT_WARPS) {
         switch (shared_down.format) {
@@ -222,24 +231,18 @@ __device__ __forceinline__ void down(
         }
     } else {
         wait_for_producer();
-    }
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Routing) / 16); i += blockDim.x) {
-        reinterpret_cast<uint4*>(&routing)[i] = reinterpret_cast<const uint4*>(all)[i];
-    }
-    __syncthreads();
-    if (threadIdx.x / WARP < EXPERT_WARPS) {
         switch (experts.first.format) {
             case F16:
-                run_experts<NB, F16>(experts, routing, globals, activations, used, width, count,
-                                     shared, terms);
+                run_experts<NB, F16>(experts, all, routing, globals, activations, used, width,
+                                     count, shared, terms);
                 break;
             case FP8:
-                run_experts<NB, FP8>(experts, routing, globals, activations, used, width, count,
-                                     shared, terms);
+                run_experts<NB, FP8>(experts, all, routing, globals, activations, used, width,
+                                     count, shared, terms);
                 break;
             default:
-                run_experts<NB, NVFP4>(experts, routing, globals, activations, used, width, count,
-                                       shared, terms);
+                run_experts<NB, NVFP4>(experts, all, routing, globals, activations, used, width,
+                                       count, shared, terms);
         }
     }
     __syncthreads();

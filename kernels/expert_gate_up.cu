@@ -19,42 +19,74 @@ struct Experts {
     }
 };
 
+// A warp's units of all items of its block, one item behind the other: the ring stays full across
+// their borders.
+template <int format>
+struct ItemUnits {
+    const uint8_t* codes;
+    const uint8_t* scales;
+    const Experts* experts;
+    const Routing* routing;
+    // The item and the unit that come next, and the warp's units of an item.
+    int item, unit, first, count;
+
+    __device__ void locate() {
+        const int tiles = experts->first.tiles();
+        const int expert = routing->list[item / tiles];
+        const size_t before = static_cast<size_t>(item % tiles) * experts->first.units() + first;
+        codes = experts->codes(expert, SLOTS<format>) + before * SLOTS<format> * SLOT_CODES;
+        scales = experts->scales(expert, SCALES<format>) + before * SCALES<format>;
+    }
+
+    __device__ void advance() {
+        if (++unit == count) {
+            unit = 0;
+            item += gridDim.x;
+            locate();
+        } else {
+            codes += LINEAR_WARPS * SLOTS<format> * SLOT_CODES;
+            scales += LINEAR_WARPS * SCALES<format>;
+        }
+    }
+};
+
 // activations: [MAX_ROWS][used][width].
 template <int NB, int format>
 __device__ __forceinline__ void run_experts(
     const Experts& experts, const Routing* routing, const half* normed, half* activations,
-    int used, int width, int count, uint8_t* shared, float* results
+    int used, int width, int count, uint8_t* shared, LinearResults<NB> (&both)[2]
 ) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;
-    const int tiles = w.tiles(), items = routing->count * tiles;
+    const int tiles = w.tiles();
     const Share share(w.units(), 0, 1, warp, LINEAR_WARPS);
-    const auto source_of = [&](int item, int expert) {
-        const size_t before = static_cast<size_t>(item % tiles) * w.units() + share.first;
-        return Strided<format>{
-            experts.codes(expert, SLOTS<format>) + before * SLOTS<format> * SLOT_CODES,
-            experts.scales(expert, SCALES<format>) + before * SCALES<format>, LINEAR_WARPS
-        };
-    };
     int item = blockIdx.x;
+    ItemUnits<format> source = {nullptr, nullptr, &experts,    routing,
+                                item,    0,       share.first, share.count};
+    // The list has room for what the grid may ask of it, so its length need not be known before.
+    source.locate();
+    const int items = routing->count * tiles;
     if (item >= items) return;
-    int expert = routing->list[item / tiles];
-    Ring<format, RING, Strided<format>> ring(shared, source_of(item, expert), share.count);
+    const int own_items = (items - item + gridDim.x - 1) / gridDim.x;
+    Ring<format, RING, ItemUnits<format>> ring(shared, source, own_items * share.count);
     const half* vector[NB];
 #pragma unroll
     for (int n = 0; n < NB; n++) {
         const int row = min(n * 8 + g, count - 1);
         vector[n] = normed + static_cast<size_t>(row) * w.columns + share.first * UNIT;
     }
-    while (item < items) {
-        const int next = item + gridDim.x;
-        const int next_expert = next < items ? routing->list[next / tiles] : expert;
+    // Two results take turns, so that one barrier an item is enough.
+    for (int turn = 0; item < items; item += gridDim.x, turn ^= 1) {
+        float* results = both[turn].values;
+        const int expert = routing->list[item / tiles];
         // Of the thread's result: whether its row uses the expert, and the scales.
         const int row = threadIdx.x / 8;
         const int place = row < min(count, NB * 8) ? routing->place[row][expert] : -1;
         const float gate_scale = experts.gate_globals[expert] * DECODED_SCALE<format>;
         const float up_scale = experts.up_globals[expert] * DECODED_SCALE<format>;
-        const uint8_t* scales = source_of(item, expert).scales;
+        // FP8's.
+        const size_t before = static_cast<size_t>(item % tiles) * w.units() + share.first;
+        const uint8_t* scales = experts.scales(expert, SCALES<format>) + before * SCALES<format>;
         float acc[NB][4] = {};
         ring.run(
             share.count,
@@ -66,11 +98,6 @@ __device__ __forceinline__ void run_experts(
                 return __ldg(reinterpret_cast<const float2*>(scales + u * LINEAR_WARPS * FP8_SCALES));
             },
             acc, [](int, float(&)[NB][4]) {}
-        );
-        // The next item's weights are under way while this one's results are put together.
-        ring = Ring<format, RING, Strided<format>>(
-            shared, source_of(next < items ? next : item, next_expert),
-            next < items ? share.count : 0
         );
         store_tile<NB>(results + warp * NB * 8 * TILE, acc);
         __syncthreads();
@@ -87,9 +114,6 @@ __device__ __forceinline__ void run_experts(
             activations[(static_cast<size_t>(row) * used + place) * width + at] =
                 to_half(silu(gate) * up * ACTIVATION_SCALE);
         }
-        __syncthreads();
-        item = next;
-        expert = next_expert;
     }
 }
 
@@ -101,21 +125,21 @@ __device__ __forceinline__ void gate_up(
 ) {
     release_consumer();
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ LinearResults<NB> results;
+    __shared__ LinearResults<NB> results[2];
     prefetch(ahead);
     wait_for_producer();
     switch (experts.first.format) {
         case F16:
             run_experts<NB, F16>(experts, routing, normed, activations, used, width, count,
-                                 shared, results.values);
+                                 shared, results);
             break;
         case FP8:
             run_experts<NB, FP8>(experts, routing, normed, activations, used, width, count,
-                                 shared, results.values);
+                                 shared, results);
             break;
         default:
             run_experts<NB, NVFP4>(experts, routing, normed, activations, used, width,
-                                   count, shared, results.values);
+                                   count, shared, results);
     }
 }
 

@@ -106,10 +106,8 @@ struct Ring {
             if (format == NVFP4) copy_async_8(to + to_scales, source.scales + lane / 2 * 8);
         }
         commit_copies();
-        if (part == PARTS - 1) {
-            source.advance();
-            left--;
-        }
+        // A source need not know what lies behind its last unit.
+        if (part == PARTS - 1 && --left > 0) source.advance();
     }
 
     // The next slot's codes, once they are there. The slot is free for `refill` then.

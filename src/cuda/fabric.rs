@@ -244,7 +244,7 @@ impl Fabric {
         }
     }
 
-    /// The first wait of a rank that timed out. Its stream must have been synchronised.
+    /// The first wait of a rank that timed out, as far as it has been written.
     pub fn timed_out(&self, rank: usize) -> Option<TimedOut> {
         let bytes = self.endpoints[rank].fault.as_slice();
         let word = |at: usize| {

@@ -191,15 +191,28 @@ fn damage_while_decoding_is_named() {
             fails_within_seconds(flip, variant, &["ranks 0 and", "differ", "damaged"]);
         }
     }
+    let number = format!("collective {in_decode}");
+    let words = ["waited 3.0 s for rank 1", number.as_str()];
+    for variant in [Variant::Push, Variant::Owner] {
+        fails_within_seconds(damage(Damage::Drop, None, in_decode), variant, &words);
+    }
     for variant in Variant::ALL {
-        for what in [Damage::Drop, Damage::Stall] {
-            let number = format!("collective {in_decode}");
-            let words = ["waited 3.0 s for rank 1", number.as_str()];
-            fails_within_seconds(damage(what, None, in_decode), variant, &words);
-        }
+        fails_within_seconds(damage(Damage::Stall, None, in_decode), variant, &words);
     }
     let stall = damage(Damage::Stall, None, in_prefill);
     fails_within_seconds(stall, Variant::Push, &["for rank 1", "collective 12"]);
+}
+
+/// A flag that is lost is made good by the next one: the data was there all the time.
+#[test]
+fn a_lost_flag_is_survived() {
+    let Some((_turn, _device)) = device() else { return };
+    for variant in [Variant::Pull, Variant::Staged] {
+        let mischief = damage(Damage::Drop, None, 200);
+        let gpus =
+            RanksOptions { mischief, reduce: Some(variant), ..ranks(4, Sharing::Concurrent) };
+        assert_golden(&mut load_ranks(gpus), &golden("chat-3"), variant.name());
+    }
 }
 
 fn refused(gpus: RanksOptions) -> Error {
