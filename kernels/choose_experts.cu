@@ -14,7 +14,7 @@ struct Choice {
     float probability[MAX_ROWS][MAX_EXPERTS];
     // Choices as unsigned numbers of the same order; 0 is below all of them.
     unsigned key[MAX_ROWS][MAX_EXPERTS];
-    // A bit for each of a row's experts.
+    // A bit for each of a row's experts that are the rank's own.
     unsigned chosen[MAX_ROWS][MAX_EXPERTS / WARP];
 };
 
@@ -91,12 +91,16 @@ __device__ __forceinline__ void choose_of_row(
     }
     sum = l.renormalise ? warp_sum(sum) + ROUTE_SUM_FLOOR : 1;
     if (taken == 0) return;
-    atomicOr(&choice.chosen[row][first / WARP], taken << first % WARP);
 #pragma unroll 1
     for (unsigned rest = taken; rest != 0; rest &= rest - 1) {
-        const int expert = first + __ffs(rest) - 1;
-        routing.uses[row][place] = Use{expert, choice.probability[row][expert] / sum * l.scaling};
-        routing.place[row][expert] = static_cast<signed char>(place);
+        const int expert = first + __ffs(rest) - 1, own = expert - l.first_own;
+        const bool is_own = own >= 0 && own < l.own;
+        routing.uses[row][place] =
+            Use{is_own ? own : -1, choice.probability[row][expert] / sum * l.scaling};
+        if (is_own) {
+            routing.place[row][own] = static_cast<signed char>(place);
+            atomicOr(&choice.chosen[row][own / WARP], 1u << own % WARP);
+        }
         place++;
     }
 }

@@ -253,7 +253,10 @@ __device__ __forceinline__ void down(
         const auto term = [&](int k) { return terms[(k * NB * 8 + row) * DOWN_ROWS + r]; };
         float sum = 0;
         for (int k = 0; k < SHARED_WARPS; k++) sum += term(used + k);
-        for (int k = 0; k < used; k++) sum += term(k);
+        for (int k = 0; k < used; k++) {
+            // Other ranks' experts have no term here.
+            if (routing.uses[row][k].expert >= 0) sum += term(k);
+        }
         partial[static_cast<size_t>(row) * hidden + at] = sum;
     }
 }

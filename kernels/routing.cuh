@@ -6,7 +6,7 @@
 constexpr int MAX_EXPERTS = 256;
 constexpr int MAX_USED = 16;
 
-// A row's use of an expert.
+// A row's use of an expert: its number among this rank's own, or -1 for another rank's.
 struct Use {
     int expert;
     float weight;
@@ -18,9 +18,12 @@ struct RouteLayout {
     int splits;
     int renormalise;
     float scaling;
+    // The rank's own experts: all, or a share of whole ones.
+    int first_own;
+    int own;
 };
 
-// The experts of all rows, as `choose_experts` leaves them: `list` in rising order,
+// The rank's own experts of all rows, as `choose_experts` leaves them: `list` in rising order,
 // `place[row][expert]` where the row's own list has it, -1 where it does not. `used` has a bit for
 // each expert of the list (cuda/routing.rs has the same struct).
 struct __align__(16) Routing {

@@ -94,6 +94,7 @@ fn bad_usage_is_one_line_and_exit_code_2() {
             &["generate", "x", "--devices", "0,0", "--rank-slice", "0/8"],
             &["--rank-slice", "one GPU"],
         ),
+        (&["generate", "x", "--experts", "some"], &["--experts some", "split or parallel"]),
         (&["generate", "x", "--shared-gpu", "often"], &["--shared-gpu often", "lock-step"]),
         (&["generate", "x", "--reduce", "nccl"], &["--reduce nccl", "push, pull, owner, staged"]),
         (&["kernels", "--devices", "0,1"], &["--devices", "--comm"]),

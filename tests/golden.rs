@@ -5,7 +5,7 @@ use std::path::Path;
 
 use safetensors::SafeTensors;
 use serde_json::Value;
-use talon::engine::{Engine, Flow, LoadOptions, Request, Sampling};
+use talon::engine::{Engine, ExpertSplit, Flow, LoadOptions, Request, Sampling};
 use talon::model::Output;
 use talon::weights::{Source, demo};
 
@@ -77,6 +77,22 @@ fn demo_greedy_tokens_agree(tp: usize) {
         let expected = token_list(&prompt["greedy_ids"]);
         let tokens = greedy(&mut engine, &token_list(&prompt["prompt_ids"]), expected.len());
         assert_eq!(tokens, expected, "{} on {tp} ranks", prompt["id"]);
+    }
+}
+
+/// Ranks with whole experts each: other sums, the same text.
+#[test]
+fn greedy_with_whole_experts() {
+    let golden: Value = serde_json::from_slice(&read("demo/golden/greedy.json")).expect("JSON");
+    for tp in [2, 8] {
+        let options =
+            LoadOptions { tp: Some(tp), experts: ExpertSplit::Whole, ..LoadOptions::default() };
+        let mut engine = Engine::load(demo(), &options, &|_, _| {}).expect("the demo loads");
+        for prompt in golden["prompts"].as_array().expect("prompts").iter().take(6) {
+            let expected = token_list(&prompt["greedy_ids"]);
+            let tokens = greedy(&mut engine, &token_list(&prompt["prompt_ids"]), expected.len());
+            assert_eq!(tokens, expected, "{}, {tp} ranks", prompt["id"]);
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use super::measure::{Divergence, Measured, Mode, Plan, Run};
 use super::statistics::{Interval, median_interval, percentile};
-use crate::engine::Engine;
+use crate::engine::{Engine, ExpertSplit};
 use crate::spec::{Policy, SpeculationStats};
 
 /// Version of the report's form: it goes up when a field changes its meaning or goes away.
@@ -75,9 +75,14 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
             "cache_bytes": device.cache_bytes,
             "step_bytes": device.step_bytes,
             "launches": device.launches,
+            "read_roof": device.read_roof,
         })),
         "settings": {
             "backend": engine.backend_name(),
+            "experts": match engine.experts() {
+                ExpertSplit::Rows => "split",
+                ExpertSplit::Whole => "parallel",
+            },
             "draft": engine.drafter(),
             "draft_tokens": settings.draft_tokens,
             "simulated_acceptance": plan.simulated_acceptance,

@@ -49,13 +49,21 @@ fn device_line(device: &Value, step_ms: &Value) -> String {
     let (Some(bytes), Some(ms)) = (device["step_bytes"].as_f64(), step_ms.as_f64()) else {
         return String::new();
     };
+    let rate = bytes / 1e-3 / ms;
+    let of_roof = device["read_roof"].as_f64().map(|roof| {
+        format!(", {:.0} % of plain reads at {:.0} GB/s", rate / roof * 100.0, roof / 1e9)
+    });
+    let gpus = device["gpus"].as_array().map_or(1, Vec::len);
+    let reduce = device["reduce"].as_str().map(|how| format!("; {gpus} ranks add up by {how}"));
     format!(
-        "{:.1} GB of weights on the GPU; a plain step reads {:.2} GB of them in {} launches and copies: \
-         {:.0} GB/s\n",
+        "{:.1} GB of weights on {}; a plain step reads {:.2} GB of them in {} launches: {:.0} GB/s{}{}\n",
         device["weight_bytes"].as_f64().unwrap_or(0.0) / 1e9,
+        if gpus == 1 { "the GPU" } else { "each GPU" },
         bytes / 1e9,
         device["launches"],
-        bytes / 1e6 / ms
+        rate / 1e9,
+        of_roof.unwrap_or_default(),
+        reduce.unwrap_or_default()
     )
 }
 

@@ -107,6 +107,11 @@ pub struct BenchCommand {
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     reduce: String,
 
+    /// how ranks share the routed experts: split, some rows of each, or parallel, whole ones (default:
+    /// split)
+    #[argh(option, default = "\"split\".into()", arg_name = "how")]
+    experts: String,
+
     /// test and time the links between GPUs again, though an earlier start has
     #[argh(switch)]
     requalify: bool,
@@ -180,6 +185,7 @@ impl BenchCommand {
                 devices: self.devices.as_deref(),
                 shared_gpu: &self.shared_gpu,
                 reduce: &self.reduce,
+                experts: &self.experts,
                 requalify: self.requalify,
             },
             rank_slice: self.rank_slice.as_deref(),
@@ -271,6 +277,7 @@ impl BenchCommand {
             ("--devices", self.devices != unset.devices),
             ("--shared-gpu", self.shared_gpu != unset.shared_gpu),
             ("--reduce", self.reduce != unset.reduce),
+            ("--experts", self.experts != unset.experts),
             ("--requalify", self.requalify),
             ("--rank-slice", self.rank_slice != unset.rank_slice),
             ("--tp", self.tp != unset.tp),

@@ -137,6 +137,11 @@ pub struct GenerateCommand {
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     reduce: String,
 
+    /// how ranks share the routed experts: split, some rows of each, or parallel, whole ones (default:
+    /// split)
+    #[argh(option, default = "\"split\".into()", arg_name = "how")]
+    experts: String,
+
     /// test and time the links between GPUs again, though an earlier start has
     #[argh(switch)]
     requalify: bool,
@@ -182,6 +187,7 @@ impl GenerateCommand {
                 devices: self.devices.as_deref(),
                 shared_gpu: &self.shared_gpu,
                 reduce: &self.reduce,
+                experts: &self.experts,
                 requalify: self.requalify,
             },
             rank_slice: self.rank_slice.as_deref(),

@@ -1,7 +1,7 @@
 //! Options that all commands which load a model share: their checks and what they become.
 
 use crate::cuda::{RanksOptions, Sharing, Variant};
-use crate::engine::{BackendChoice, DraftChoice, Engine, LoadOptions};
+use crate::engine::{BackendChoice, DraftChoice, Engine, ExpertSplit, LoadOptions};
 use crate::error::{Error, Result};
 use crate::weights::{Slice, Source};
 
@@ -27,6 +27,7 @@ pub struct GpuOptions<'a> {
     pub devices: Option<&'a str>,
     pub shared_gpu: &'a str,
     pub reduce: &'a str,
+    pub experts: &'a str,
     pub requalify: bool,
 }
 
@@ -105,6 +106,13 @@ impl ModelOptions<'_> {
             )));
         }
         let gpus = self.gpus.ranks()?;
+        let experts = match self.gpus.experts {
+            "split" => ExpertSplit::Rows,
+            "parallel" => ExpertSplit::Whole,
+            other => {
+                return Err(Error::input(format!("--experts {other}: expected split or parallel")));
+            }
+        };
         check_devices(&gpus.devices, self.tp, rank_slice.is_some())?;
         if self.context == Some(0) {
             return Err(Error::input("--context 0: expected at least 1 token"));
@@ -125,6 +133,7 @@ impl ModelOptions<'_> {
         let options = LoadOptions {
             backend,
             gpus,
+            experts,
             rank_slice,
             tp: self.tp,
             context: self.context,

@@ -58,12 +58,15 @@ pub fn route(rank: &mut CpuRank, layer: usize) {
     swiglu(&moe.shared_experts, &buffers.normed, &mut buffers.mlp_activations);
 }
 
-/// (row, place in its route) of every use of each expert, experts rising.
-fn uses_by_expert(routes: &[Vec<(usize, f32)>], experts: usize) -> Vec<Vec<(usize, usize)>> {
-    let mut uses = vec![Vec::new(); experts];
+/// (row, place in its route) of every use of each of the rank's experts, experts rising.
+fn uses_by_expert(routes: &[Vec<(usize, f32)>], moe: &MoeParams) -> Vec<Vec<(usize, usize)>> {
+    let mut uses = vec![Vec::new(); moe.experts.len()];
     for (row, route) in routes.iter().enumerate() {
         for (place, (expert, _)) in route.iter().enumerate() {
-            uses[*expert].push((row, place));
+            let own = expert.checked_sub(moe.first_expert).and_then(|own| uses.get_mut(own));
+            if let Some(uses) = own {
+                uses.push((row, place));
+            }
         }
     }
     uses
@@ -77,7 +80,7 @@ pub fn expert_gate_up(rank: &mut CpuRank, layer: usize) {
     buffers.expert_activations =
         buffers.routes.iter().map(|route| vec![Vec::new(); route.len()]).collect();
     let (mut x, mut activations) = (Vec::new(), Vec::new());
-    for (expert, uses) in uses_by_expert(&buffers.routes, moe.experts.len()).iter().enumerate() {
+    for (expert, uses) in uses_by_expert(&buffers.routes, moe).iter().enumerate() {
         if uses.is_empty() {
             continue;
         }
@@ -100,7 +103,7 @@ pub fn expert_down(rank: &mut CpuRank, layer: usize) {
     let buffers = &mut rank.buffers;
     linear(&moe.shared_experts.down_proj, &buffers.mlp_activations, &mut buffers.partial);
     let (mut x, mut y) = (Vec::new(), Vec::new());
-    for (expert, uses) in uses_by_expert(&buffers.routes, moe.experts.len()).iter().enumerate() {
+    for (expert, uses) in uses_by_expert(&buffers.routes, moe).iter().enumerate() {
         if uses.is_empty() {
             continue;
         }

@@ -94,7 +94,7 @@ impl CudaBackend {
     ) -> Result<Self> {
         let rank = CudaRank::load(config, params, options, None, progress)?;
         let runner = Box::new(Runner::new(vec![rank], 1)?);
-        Ok(Self { loaded: Loaded::of(&runner), drive: Drive::Here(runner), choice: None })
+        Ok(Self { loaded: Loaded::of(&runner)?, drive: Drive::Here(runner), choice: None })
     }
 
     /// Qualifies the links, loads all ranks and captures their graphs. `params` gives a rank's
@@ -150,7 +150,7 @@ impl CudaBackend {
             };
             let loaded = all.map(load).collect::<Result<Vec<_>>>()?;
             let runner = Box::new(Runner::new(loaded, ranks.first_epoch)?);
-            let loaded = Loaded::of(&runner);
+            let loaded = Loaded::of(&runner)?;
             return Ok(Self { drive: Drive::Here(runner), loaded, choice: Some(choice) });
         }
         let shares = all.map(|rank| Ok((params(rank)?, of_rank(rank), comm(rank))));
@@ -168,6 +168,12 @@ impl CudaBackend {
     /// Bytes of weights that a step of one row reads on a rank.
     pub fn step_bytes(&self) -> usize {
         self.loaded.step_bytes
+    }
+
+    /// Bytes a second of plain reads on the first rank's device, where the model is large enough to
+    /// tell.
+    pub fn read_roof(&self) -> Option<f64> {
+        self.loaded.read_roof
     }
 
     /// Launches of a step of one row in a short context.

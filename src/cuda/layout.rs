@@ -201,6 +201,8 @@ pub struct RouteLayout {
     pub splits: i32,
     pub renormalise: i32,
     pub scaling: f32,
+    pub first_own: i32,
+    pub own: i32,
 }
 
 /// expert_gate_up.cu, `Experts`.

@@ -16,6 +16,8 @@ use crate::model::{ModelConfig, ModelParams, Norm, Output, Row, Stages};
 
 /// A graph runs at least this long, so that its launch does not count.
 const GRAPH_MS: f32 = 1.5;
+/// Bytes of the read that the roof is taken from.
+const LARGE: usize = 1 << 30;
 /// Runs of a graph; the median is reported.
 const RUNS: usize = 9;
 
@@ -93,9 +95,9 @@ pub fn measure_kernels(
     progress: &dyn Fn(usize, usize),
 ) -> Result<KernelTimes> {
     let rank = CudaRank::load(config, params, options, None, progress)?;
-    let bench = Bench::new(rank)?;
-    let large = 1 << 30;
-    let read_roof = large as f64 / (bench.read_us(large)? * 1e-6);
+    randomise_residual(&rank)?;
+    let bench = Bench::new(&rank)?;
+    let read_roof = bench.read_roof()?;
     let mut stages = Vec::new();
     for &rows in rows {
         bench.set_rows(rows)?;
@@ -122,26 +124,47 @@ pub fn measure_kernels(
     Ok(KernelTimes { read_roof, stages })
 }
 
-struct Bench {
-    rank: CudaRank,
+/// Bytes a second of plain reads of a large piece of a rank's weights; `None` where they are too few
+/// to tell.
+///
+/// # Errors
+/// Runtime error if the device fails.
+pub fn read_roof(rank: &CudaRank) -> Result<Option<f64>> {
+    // So that nothing of a piece is in the cache from the turn before.
+    const PIECES: usize = 4;
+    if rank.plan.weights < PIECES * LARGE {
+        return Ok(None);
+    }
+    Bench::new(rank)?.read_roof().map(Some)
+}
+
+/// A random residual, so that rows choose different experts.
+fn randomise_residual(rank: &CudaRank) -> Result<()> {
+    let count = MAX_ROWS * rank.config.hidden_size;
+    let mut state = 0x9E37_79B9_7F4A_7C15u64;
+    let residual: Vec<u8> = (0..count)
+        .flat_map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            ((state >> 40) as f32 / (1 << 24) as f32 - 0.5).to_ne_bytes()
+        })
+        .collect();
+    rank.stream.upload(rank.buffers.residual, &residual)
+}
+
+struct Bench<'a> {
+    rank: &'a CudaRank,
     read: Kernel,
 }
 
-impl Bench {
-    fn new(rank: CudaRank) -> Result<Self> {
+impl<'a> Bench<'a> {
+    fn new(rank: &'a CudaRank) -> Result<Self> {
         let module = Arc::new(Module::load(&rank.device, "read_roof", require("read_roof")?)?);
-        let read = module.kernel("read_roof")?;
-        // A random residual, so that rows choose different experts.
-        let count = MAX_ROWS * rank.config.hidden_size;
-        let mut state = 0x9E37_79B9_7F4A_7C15u64;
-        let residual: Vec<u8> = (0..count)
-            .flat_map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                ((state >> 40) as f32 / (1 << 24) as f32 - 0.5).to_ne_bytes()
-            })
-            .collect();
-        rank.stream.upload(rank.buffers.residual, &residual)?;
-        Ok(Self { rank, read })
+        Ok(Self { rank, read: module.kernel("read_roof")? })
+    }
+
+    /// Bytes a second of a plain read of a large piece.
+    fn read_roof(&self) -> Result<f64> {
+        Ok(LARGE as f64 / (self.read_us(LARGE)? * 1e-6))
     }
 
     fn layers(&self, has: Has) -> Vec<usize> {

@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::measure::read_roof;
 use super::numa::stay_near;
 use super::plan::MemoryPlan;
 use super::rank::{CudaOptions, CudaRank, RankComm};
@@ -26,17 +27,23 @@ pub struct Loaded {
     pub step_bytes: usize,
     /// Launches of such a step.
     pub launches: usize,
+    /// Bytes a second of plain reads, if there is enough to read.
+    pub read_roof: Option<f64>,
 }
 
 impl Loaded {
     /// Of the first rank of a runner.
-    pub fn of(runner: &Runner) -> Self {
+    ///
+    /// # Errors
+    /// Runtime error if the device fails.
+    pub fn of(runner: &Runner) -> Result<Self> {
         let rank = &runner.ranks()[0];
-        Self {
+        Ok(Self {
             plan: rank.plan,
             step_bytes: rank.weights.step_bytes(rank.config.num_experts_per_tok),
             launches: runner.launches(),
-        }
+            read_roof: read_roof(rank)?,
+        })
     }
 }
 
@@ -93,8 +100,13 @@ impl RankThread {
             let loaded = CudaRank::load(&config, &params, &options, Some(comm), &progress);
             let runner = loaded.and_then(|rank| Runner::new(vec![rank], epoch));
             drop(params);
+            let runner = runner.and_then(|runner| Ok((Loaded::of(&runner)?, runner)));
             match runner.map_err(|error| of_rank(&name, &error)) {
-                Ok(runner) => serve(runner, rank, &name, &mailbox, &reports),
+                Ok((loaded, runner)) => {
+                    if reports.send((rank, Report::Loaded(Ok(loaded)))).is_ok() {
+                        serve(runner, rank, &name, &mailbox, &reports);
+                    }
+                }
                 // Nobody listens any more if another rank has failed before.
                 Err(error) => drop(reports.send((rank, Report::Loaded(Err(error))))),
             }
@@ -120,13 +132,9 @@ fn serve(
     mailbox: &Receiver<Arc<Step>>,
     reports: &Sender<(usize, Report)>,
 ) {
-    let report = |report: Report| reports.send((rank, report)).is_ok();
-    if !report(Report::Loaded(Ok(Loaded::of(&runner)))) {
-        return;
-    }
     while let Some(step) = next(mailbox) {
         let outcomes = runner.step(&step).map_err(|error| of_rank(name, &error));
-        if !report(Report::Step(outcomes)) {
+        if reports.send((rank, Report::Step(outcomes))).is_err() {
             return;
         }
     }

@@ -120,7 +120,7 @@ impl Recorder<'_> {
         }
     }
 
-    fn route_layout(&self) -> RouteLayout {
+    fn route_layout(&self, moe: &DeviceMoe) -> RouteLayout {
         let config = &self.rank.config;
         RouteLayout {
             experts: config.n_routed_experts as i32,
@@ -128,6 +128,8 @@ impl Recorder<'_> {
             splits: self.rank.buffers.route_splits as i32,
             renormalise: i32::from(config.norm_topk_prob),
             scaling: config.routed_scaling_factor,
+            first_own: moe.first_expert as i32,
+            own: moe.experts as i32,
         }
     }
 
@@ -399,7 +401,7 @@ impl Stages for Recorder<'_> {
                 int(self.rows),
             ],
         )?;
-        let layout = self.route_layout();
+        let layout = self.route_layout(moe);
         let shared = SharedExpert {
             sums: buffers.shared_sums,
             activations: buffers.mlp_activations,
@@ -430,7 +432,7 @@ impl Stages for Recorder<'_> {
         let moe = self.moe(layer);
         let kernel = rank.kernels.expert_gate_up.of(self.rows);
         let next = rank.weights.layers.get(layer + 1).map(|next| &next.q_a_proj);
-        let used = (self.rows * config.num_experts_per_tok).min(config.n_routed_experts);
+        let used = (self.rows * config.num_experts_per_tok).min(moe.experts);
         let at_once =
             kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();
         let blocks = (used * moe.gate_up.first.tiles()).min(at_once as usize);
@@ -462,7 +464,7 @@ impl Stages for Recorder<'_> {
                 Arg::of(&moe.down),
                 Arg::of(&moe.shared_down),
                 buffers.routing.into(),
-                int(config.n_routed_experts),
+                int(moe.experts),
                 int(config.num_experts_per_tok),
                 buffers.activations.into(),
                 buffers.mlp_activations.into(),

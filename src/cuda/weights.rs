@@ -64,6 +64,9 @@ pub struct DeviceMoe {
     pub gate_up: GateUpExperts,
     pub down: DownExperts,
     pub width: usize,
+    /// Number of the rank's first routed expert, and how many it has.
+    pub first_expert: usize,
+    pub experts: usize,
 }
 
 impl DeviceWeights {
@@ -224,5 +227,7 @@ fn place_moe(moe: &MoeParams, places: &mut Places) -> Result<DeviceMlp> {
         gate_up,
         down,
         width: moe.experts[0].gate_proj.rows(),
+        first_expert: moe.first_expert,
+        experts: moe.experts.len(),
     })))
 }

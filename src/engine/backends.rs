@@ -34,8 +34,10 @@ pub struct DeviceUse {
     pub cache_bytes: usize,
     /// Bytes of weights that a step of one row reads.
     pub step_bytes: usize,
-    /// Launches and copies of a step of one row.
+    /// Launches of a step of one row.
     pub launches: usize,
+    /// Bytes a second of plain reads, measured at this load; `None` for a model too small to tell.
+    pub read_roof: Option<f64>,
 }
 
 /// A backend that runs, and its name in reports.
@@ -184,6 +186,7 @@ fn start_cuda(
         cache_bytes: plan.caches_and_buffers,
         step_bytes: backend.step_bytes(),
         launches: backend.launches(),
+        read_roof: backend.read_roof(),
     };
     Ok(Running { backend: Box::new(backend), name: "cuda", device: Some(device) })
 }

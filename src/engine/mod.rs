@@ -28,6 +28,7 @@ use log::{info, warn};
 
 use crate::cuda::RanksOptions;
 use crate::error::{Error, Result, one_line};
+pub use crate::model::ExpertSplit;
 pub use crate::model::ModelConfig;
 use crate::model::{Backend, Eagle3Head, Quantization, Weights};
 use crate::spec::Policy;
@@ -46,6 +47,8 @@ pub struct LoadOptions {
     pub gpus: RanksOptions,
     /// Run only this rank's share of the model, without the others: a measurement, not an answer.
     pub rank_slice: Option<Slice>,
+    /// How ranks share the routed experts.
+    pub experts: ExpertSplit,
     /// Number of ranks; default: one for each GPU, or one on the CPU.
     pub tp: Option<usize>,
     /// Tokens that a sequence may have; default: the model's maximum, at most 8192.
@@ -72,6 +75,7 @@ impl Default for LoadOptions {
             backend: BackendChoice::default(),
             gpus: RanksOptions::default(),
             rank_slice: None,
+            experts: ExpertSplit::default(),
             tp: None,
             context: None,
             parallel: 1,
@@ -97,6 +101,7 @@ pub struct Engine {
     backend_name: &'static str,
     device: Option<DeviceUse>,
     rank_slice: Option<Slice>,
+    experts: ExpertSplit,
     slots: session::Slots,
     limits: Limits,
     drafter: Option<String>,
@@ -223,7 +228,7 @@ impl Engine {
         }
 
         let layout = audit.layout.clone();
-        let weights = Weights::new(checkpoint, manifest, audit)?;
+        let weights = Weights::new(checkpoint, manifest, audit)?.with_experts(options.experts);
         let config = Arc::new(config);
         // The bar goes on with the weights that go to a device.
         let uploaded = |bytes: usize, all: usize| progress(bytes as u64, total + all as u64);
@@ -254,6 +259,7 @@ impl Engine {
             backend_name: name,
             device,
             rank_slice: options.rank_slice,
+            experts: options.experts,
             slots,
             limits,
             drafter,
@@ -269,6 +275,11 @@ impl Engine {
     /// What the model takes of a device, where it runs on one.
     pub fn device_use(&self) -> Option<&DeviceUse> {
         self.device.as_ref()
+    }
+
+    /// How ranks share the routed experts.
+    pub fn experts(&self) -> ExpertSplit {
+        self.experts
     }
 
     /// The only rank that is run, if it is not all of them.

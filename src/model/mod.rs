@@ -16,8 +16,8 @@ pub use draft::{Draft, DraftRow, DraftStages, Drafted, FeatureSource, Hidden, dr
 pub use eagle3::{Eagle3Attention, Eagle3AttentionConfig, Eagle3Config, Eagle3Head, Eagle3Params};
 pub use forward::{decoder_layer, forward};
 pub use params::{
-    AttentionParams, DenseParams, ExpertParams, IndexerParams, LayerParams, MlpParams, ModelParams,
-    MoeParams, MtpParams, Weights,
+    AttentionParams, DenseParams, ExpertParams, ExpertSplit, IndexerParams, LayerParams, MlpParams,
+    ModelParams, MoeParams, MtpParams, Weights,
 };
 pub use rows::{Output, Row, RowResult, Step};
 pub use stages::{Norm, Stages};

@@ -2,13 +2,25 @@
 //! where the manifest says that ranks share. Shapes are `[out, in]`; R = number of ranks.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use super::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::weights::{Audit, Checkpoint, Geometry, Manifest, Matrix, Resolved, Slice};
 
+/// How ranks share the routed experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ExpertSplit {
+    /// Each rank has some rows of every expert.
+    #[default]
+    Rows,
+    /// Each rank has some experts, whole.
+    Whole,
+}
+
 /// A checkpoint that passed its audit.
 pub struct Weights {
+    experts: ExpertSplit,
     checkpoint: Checkpoint,
     manifest: Manifest,
     modules: HashMap<String, Resolved>,
@@ -114,8 +126,10 @@ pub struct MoeParams {
     pub gate: Matrix,
     /// `[n_routed_experts]`, always f32 on disk: its values near 7 do not survive bf16.
     pub e_score_correction_bias: Vec<f32>,
-    /// The experts, every one of them cut to this rank's rows.
+    /// The experts: every one of them cut to this rank's rows, or this rank's whole ones.
     pub experts: Vec<ExpertParams>,
+    /// Number of the first of them.
+    pub first_expert: usize,
     /// The shared expert.
     pub shared_experts: DenseParams,
 }
@@ -127,7 +141,13 @@ impl Weights {
     /// Input error that names the first error of the audit.
     pub fn new(checkpoint: Checkpoint, manifest: Manifest, audit: Audit) -> Result<Self> {
         audit.refuse_errors()?;
-        Ok(Self { checkpoint, manifest, modules: audit.modules })
+        let experts = ExpertSplit::default();
+        Ok(Self { experts, checkpoint, manifest, modules: audit.modules })
+    }
+
+    /// The same weights, with the routed experts shared in another way.
+    pub fn with_experts(self, experts: ExpertSplit) -> Self {
+        Self { experts, ..self }
     }
 
     /// Whether the checkpoint has the module called `name`.
@@ -199,16 +219,34 @@ impl Weights {
         })
     }
 
+    /// The experts that a rank has, and its share of each.
+    fn own_experts(&self, config: &ModelConfig, rank: Slice) -> Result<(Range<usize>, Slice)> {
+        let all = config.n_routed_experts;
+        if self.experts == ExpertSplit::Rows {
+            return Ok((0..all, rank));
+        }
+        if !all.is_multiple_of(rank.of) {
+            return Err(Error::input(format!(
+                "--experts parallel: the model has {all} routed experts, which {} ranks cannot \
+                 share equally; use --experts split or another --tp",
+                rank.of
+            )));
+        }
+        let each = all / rank.of;
+        Ok((rank.index * each..(rank.index + 1) * each, Slice { index: 0, of: 1 }))
+    }
+
     fn layer(&self, config: &ModelConfig, layer: usize, rank: Slice) -> Result<LayerParams> {
         let shape = config.layers[layer];
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let matrix = |part: &str| self.matrix(&name(part), rank);
         let vector = |part: &str| self.vector(&name(part), rank);
-        let swiglu = |block: &str| -> Result<DenseParams> {
+        let swiglu = |block: &str, share: Slice| -> Result<DenseParams> {
+            let matrix = |part: &str| self.matrix(&name(&format!("{block}.{part}.weight")), share);
             Ok(DenseParams {
-                gate_proj: matrix(&format!("{block}.gate_proj.weight"))?,
-                up_proj: matrix(&format!("{block}.up_proj.weight"))?,
-                down_proj: matrix(&format!("{block}.down_proj.weight"))?,
+                gate_proj: matrix("gate_proj")?,
+                up_proj: matrix("up_proj")?,
+                down_proj: matrix("down_proj")?,
             })
         };
         let indexer = || -> Result<IndexerParams> {
@@ -221,13 +259,15 @@ impl Weights {
             })
         };
         let moe = || -> Result<MoeParams> {
+            let (own, share) = self.own_experts(config, rank)?;
+            let first_expert = own.start;
+            let expert = |expert: usize| swiglu(&format!("mlp.experts.{expert}"), share);
             Ok(MoeParams {
                 gate: matrix("mlp.gate.weight")?,
                 e_score_correction_bias: vector("mlp.gate.e_score_correction_bias")?,
-                experts: (0..config.n_routed_experts)
-                    .map(|expert| swiglu(&format!("mlp.experts.{expert}")))
-                    .collect::<Result<Vec<ExpertParams>>>()?,
-                shared_experts: swiglu("mlp.shared_experts")?,
+                experts: own.map(expert).collect::<Result<Vec<ExpertParams>>>()?,
+                first_expert,
+                shared_experts: swiglu("mlp.shared_experts", rank)?,
             })
         };
         Ok(LayerParams {
@@ -243,7 +283,11 @@ impl Weights {
             },
             indexer: shape.indexer.then(indexer).transpose()?,
             post_attention_layernorm: vector("post_attention_layernorm.weight")?,
-            mlp: if shape.moe { MlpParams::Moe(moe()?) } else { MlpParams::Dense(swiglu("mlp")?) },
+            mlp: if shape.moe {
+                MlpParams::Moe(moe()?)
+            } else {
+                MlpParams::Dense(swiglu("mlp", rank)?)
+            },
         })
     }
 }

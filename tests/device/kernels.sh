@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the kernels are held to on a GPU, with the binary given: stages against the CPU backend, the
-# sanitizer, times of stages and of steps. Reports go to the folder given.
+# What the kernels are held to on a GPU, with the binary given: stages against the CPU backend, times of
+# stages, of steps and of exchanges between ranks on one GPU, the sanitizer. Reports go to the folder given.
 # usage: tests/device/kernels.sh TALON OUT
 set -u
 talon=$1 out=$2
@@ -16,12 +16,21 @@ echo "== stages"
 timeout 60 "$talon" kernels --rows 1,2,4,8,16 --json "$out/kernels-1k.json"
 echo "== stages, context 32768"
 timeout 60 "$talon" kernels --rows 1,4 --context 32768 --json "$out/kernels-32k.json"
+for ranks in 0,0 0,0,0,0,0,0,0,0; do
+  echo "== exchanges between ranks on GPUs $ranks"
+  timeout 300 "$talon" kernels --comm --devices $ranks --json "$out/comm-${#ranks}.json"
+done
 for tool in memcheck racecheck; do
   echo "== $tool, demo"
   # The driver is asked for one parameter more than a kernel has, which is no error here.
   sanitizer="compute-sanitizer --tool $tool --report-api-errors no"
   timeout 90 $sanitizer "$talon" generate --backend cuda --context 512 \
     --max-tokens 6 --no-think "What is a whale?" 2>&1 | tail -4
+  echo "== $tool, demo on two and on eight ranks in lock-step"
+  for ranks in 0,0 0,0,0,0,0,0,0,0; do
+    timeout 120 $sanitizer "$talon" generate --backend cuda --devices $ranks --context 512 \
+      --max-tokens 3 --no-think "What is a whale?" 2>&1 | tail -1
+  done
   echo "== $tool, four layers at GLM-5.2's shapes"
   timeout 120 $sanitizer "$talon" bench $full --layers 4 --backend cuda \
     --draft none --max-tokens 3 --runs 1 --context 512 2>&1 | grep -E "=====|Error|hazard" | tail -4

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use talon::comm::Variant;
 use talon::cuda::{Damage, Mischief, RanksOptions, Sharing, exchange_many};
-use talon::engine::{Engine, LoadOptions};
+use talon::engine::{Engine, ExpertSplit, LoadOptions};
 use talon::error::{Error, Kind};
 use talon::weights::demo;
 
@@ -89,6 +89,20 @@ fn every_variant_gives_the_same_bits_on_all_ranks() {
                 let first = first.get_or_insert_with(|| logits.clone());
                 assert!(bits(&logits) == bits(first), "{count} ranks, {sharing:?}, {variant}");
             }
+        }
+    }
+}
+
+/// Whole experts on each rank: other sums, the same text.
+#[test]
+fn goldens_with_whole_experts() {
+    let Some((_turn, _device)) = device() else { return };
+    for (count, sharing) in [(2, Sharing::LockStep), (8, Sharing::Concurrent)] {
+        let gpus = ranks(count, sharing);
+        let options = LoadOptions { gpus, experts: ExpertSplit::Whole, ..LoadOptions::default() };
+        let mut engine = load(demo(), options);
+        for golden in answers() {
+            assert_golden(&mut engine, &golden, &format!("{count} ranks, whole experts"));
         }
     }
 }
