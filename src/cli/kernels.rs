@@ -8,9 +8,11 @@ use serde_json::{Value, json};
 use super::model_options::{parse_devices, parse_rank_slice};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
-use crate::cuda::{KernelTimes, LinkTime, RanksOptions};
+use crate::cuda::{KernelTimes, RanksOptions};
 use crate::doctor::fingerprint;
-use crate::engine::{LoadOptions, StageCheck, check_kernels, measure_exchanges, measure_kernels};
+use crate::engine::{
+    ExchangeTimes, LoadOptions, StageCheck, check_kernels, measure_exchanges, measure_kernels,
+};
 use crate::error::{Error, Result};
 use crate::weights::Source;
 
@@ -32,7 +34,9 @@ const DEFAULT_EXCHANGES: usize = 10_000;
             read beside it is the fastest plain read of as many bytes, launches included.",
     note = "--check gives each stage random inputs over NaN-filled outputs, compares every value with\n\
             the CPU backend's, and runs it again to see the same bits; then it decodes every stored\n\
-            value of each number format."
+            value of each number format.",
+    note = "--comm also times NCCL's all-reduce at these sizes, where libnccl.so.2, or the file that\n\
+            TALON_NCCL names, can be loaded: a yardstick, which sums and does nothing else."
 )]
 pub struct KernelsCommand {
     /// compare each stage with the CPU backend instead of measuring it; exit code 1 if one is wrong
@@ -154,10 +158,10 @@ impl KernelsCommand {
             },
         );
         progress.finish();
-        let times = times?;
-        let rows = times.iter().map(|time| {
+        let measured = times?;
+        let rows = measured.times.iter().map(|time| {
             json!({
-                "variant": time.variant.name(), "bytes": time.bytes, "count": time.count,
+                "variant": time.name, "bytes": time.bytes, "count": time.count,
                 "us": { "median": time.times.median, "worst": time.times.worst },
             })
         });
@@ -167,9 +171,13 @@ impl KernelsCommand {
             "box": fingerprint(),
             "ranks": names,
             "faults": faults,
+            "nccl": match &measured.nccl {
+                Ok(version) => json!({ "version": version }),
+                Err(why) => json!({ "not_measured": why.to_string() }),
+            },
             "exchanges": rows.collect::<Vec<_>>(),
         });
-        self.show(report, &exchange_table(&names, &times, &faults))
+        self.show(report, &exchange_table(&names, &measured, &faults))
     }
 
     fn show(&self, report: Value, table: &str) -> Result<()> {
@@ -295,22 +303,29 @@ fn table(asked: &Asked, times: &KernelTimes) -> String {
     table
 }
 
-fn exchange_table(names: &str, times: &[LinkTime], faults: &[String]) -> String {
+fn exchange_table(names: &str, measured: &ExchangeTimes, faults: &[String]) -> String {
     let mut table = format!(
         "reduce_norm between ranks on {names}: sum, residual, norm\n\n\
          variant      KiB   median us    worst us   exchanges\n"
     );
-    for time in times {
+    for time in &measured.times {
         let _ = writeln!(
             table,
             "{:<8} {:>7}  {:>10.1}  {:>10.1}  {:>10}",
-            time.variant.name(),
+            time.name,
             time.bytes / 1024,
             time.times.median,
             time.times.worst,
             time.count
         );
     }
+    let _ = match &measured.nccl {
+        Ok(version) => writeln!(
+            table,
+            "\nnccl: ncclAllReduce of NCCL {version}, the sum alone, between events of a stream"
+        ),
+        Err(why) => writeln!(table, "\nNCCL was not measured: {why}"),
+    };
     for fault in faults {
         let _ = writeln!(table, "\nnot used: {fault}");
     }
@@ -361,6 +376,7 @@ fn refuse_faults(checks: &[StageCheck]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::{LinkTime, Times};
     use crate::error::Kind;
 
     fn check(stage: &str, fault: Option<&str>) -> StageCheck {
@@ -390,6 +406,28 @@ mod tests {
         assert!(lines[3].ends_with("-  ok"), "{table}");
         assert!(lines[4].ends_with("7/1000  WRONG"), "{table}");
         assert_eq!(lines[6], "attend, long, 4 rows: layer 0: attended: x");
+    }
+
+    #[test]
+    fn nccl_has_rows_of_its_own_or_a_line_that_says_why_not() {
+        let times = Times { median: 20.25, worst: 31.5 };
+        let time = |name| LinkTime { name, bytes: 12288, count: 2000, times };
+        let nccl = Ok("2.27.5".into());
+        let mut measured = ExchangeTimes { times: vec![time("push"), time("nccl")], nccl };
+        let table = exchange_table("GPUs 0,1", &measured, &[]);
+        assert!(
+            table.contains("\nnccl          12        20.2        31.5        2000\n"),
+            "{table}"
+        );
+        assert!(
+            table.ends_with(
+                "\nnccl: ncclAllReduce of NCCL 2.27.5, the sum alone, between events of a stream\n"
+            ),
+            "{table}"
+        );
+        measured.nccl = Err(Error::runtime("x"));
+        let table = exchange_table("GPUs 0,1", &measured, &["pull: y".into()]);
+        assert!(table.ends_with("\nNCCL was not measured: x\n\nnot used: pull: y\n"), "{table}");
     }
 
     #[test]

@@ -273,9 +273,7 @@ impl Links for DeviceLinks<'_> {
     }
 
     fn time(&mut self, variant: Variant, rows: usize, count: usize) -> Result<Times> {
-        let mut durations = self.durations(variant, (rows, self.fabric.shape().hidden), count)?;
-        durations.sort_by(f64::total_cmp);
-        Ok(Times { median: durations[durations.len() / 2], worst: durations[durations.len() - 1] })
+        Ok(times_of(self.durations(variant, (rows, self.fabric.shape().hidden), count)?))
     }
 
     fn reset(&mut self) -> Result<()> {
@@ -347,11 +345,17 @@ pub fn exchange_many(
     Ok(())
 }
 
-/// How long exchanges of one size take in one variant.
+/// Median and worst of durations, of which there is at least one.
+pub(super) fn times_of(mut durations: Vec<f64>) -> Times {
+    durations.sort_by(f64::total_cmp);
+    Times { median: durations[durations.len() / 2], worst: durations[durations.len() - 1] }
+}
+
+/// How long exchanges of one size take in one variant, or NCCL's all-reduces.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinkTime {
-    /// The variant.
-    pub variant: Variant,
+    /// The variant's name, or `nccl`.
+    pub name: &'static str,
     /// Bytes of a rank's partial sums.
     pub bytes: usize,
     /// Exchanges that were timed.
@@ -361,7 +365,7 @@ pub struct LinkTime {
 }
 
 /// Sizes that are timed, in (rows, values of a row): 12 KiB to 8 MiB of f32.
-const SIZES: [(usize, usize); 9] = [
+pub(super) const SIZES: [(usize, usize); 9] = [
     (1, 3072),
     (1, 6144),
     (2, 6144),
@@ -397,14 +401,12 @@ pub fn measure_links(
     let mut times = Vec::new();
     for (rows, hidden) in SIZES {
         for variant in &variants {
-            let mut durations = links.durations(*variant, (rows, hidden), count)?;
-            durations.sort_by(f64::total_cmp);
-            let (median, worst) = (durations[durations.len() / 2], durations[durations.len() - 1]);
+            let durations = links.durations(*variant, (rows, hidden), count)?;
             times.push(LinkTime {
-                variant: *variant,
+                name: variant.name(),
                 bytes: rows * hidden * size_of::<f32>(),
                 count: durations.len(),
-                times: Times { median, worst },
+                times: times_of(durations),
             });
             progress(1, SIZES.len() * variants.len());
         }

@@ -22,6 +22,7 @@ mod links;
 mod measure;
 mod memory;
 mod module;
+mod nccl;
 mod numa;
 mod places;
 mod plan;
@@ -47,13 +48,14 @@ pub use links::{LinkTime, exchange_many, measure_links};
 pub use measure::{KernelTimes, StageTime, measure_kernels};
 pub use memory::{DeviceMemory, Pinned};
 pub use module::{Attributes, Kernel, Module};
+pub use nccl::{NcclTimes, measure_nccl};
 pub use plan::MemoryPlan;
 pub use probe::Probe;
 pub use rank::CudaOptions;
 pub use routing::{Route, decode_routes, encode_routes};
 pub use stream::Stream;
 
-pub use crate::comm::Variant;
+pub use crate::comm::{Times, Variant};
 
 /// Whether this build has kernels.
 pub fn has_kernels() -> bool {

@@ -31,8 +31,17 @@ pub fn measure_kernels(
     cuda::measure_kernels(&config, &params, &cuda, rows, progress)
 }
 
+/// How long exchanges between GPUs take.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExchangeTimes {
+    /// Of each size: talon's variants, and NCCL's all-reduce if it was measured.
+    pub times: Vec<LinkTime>,
+    /// NCCL's version, or why it was not measured.
+    pub nccl: Result<String>,
+}
+
 /// Times the exchanges between the GPUs in every variant; `tell` is told what is wrong with one.
-/// Without devices, all that ranks can share a model on.
+/// Without devices, all that ranks can share a model on. Last comes NCCL's all-reduce, which may fail.
 ///
 /// # Errors
 /// Input error if a GPU cannot be used, or if there is only one rank; runtime error if no variant is
@@ -42,7 +51,7 @@ pub fn measure_exchanges(
     count: usize,
     tell: &mut dyn FnMut(&str),
     progress: &dyn Fn(usize, usize),
-) -> Result<Vec<LinkTime>> {
+) -> Result<ExchangeTimes> {
     let chosen = choose(&LoadOptions { backend: BackendChoice::Cuda, ..options.clone() }, false)?;
     if chosen.devices.len() < 2 {
         return Err(Error::input(
@@ -50,7 +59,18 @@ pub fn measure_exchanges(
              0,0",
         ));
     }
-    cuda::measure_links(&chosen.devices, count, options.gpus.timeout, tell, progress)
+    let mut times =
+        cuda::measure_links(&chosen.devices, count, options.gpus.timeout, tell, progress)?;
+    let measured = times.len();
+    let nccl = cuda::measure_nccl(&chosen.devices, count, &|done, all| {
+        progress(done, measured + all);
+    });
+    let nccl = nccl.map(|found| {
+        times.extend(found.times);
+        found.version
+    });
+    times.sort_by_key(|time| time.bytes);
+    Ok(ExchangeTimes { times, nccl })
 }
 
 /// A model's config and the tensors of the one rank that `options` ask for.

@@ -16,7 +16,7 @@ pub use backends::{BackendChoice, DeviceUse};
 pub use check::{StageCheck, check_kernels};
 pub use drafting::DraftChoice;
 pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
-pub use kernels::{measure_exchanges, measure_kernels};
+pub use kernels::{ExchangeTimes, measure_exchanges, measure_kernels};
 pub use output::{OutputText, opens_reasoning};
 pub use sampler::Sampling;
 pub use session::Session;
