@@ -117,6 +117,35 @@ impl Sampling {
     }
 }
 
+/// Log-probabilities at a position, of the model's own distribution: before temperature, penalties
+/// and limits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenLogprobs {
+    /// Of the token that was chosen.
+    pub logprob: f32,
+    /// The likeliest tokens with theirs, likeliest first, ties by id.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// The log-probability of `token`, and of the `top` likeliest tokens.
+pub(super) fn logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|logit| f64::from(logit - max).exp()).sum();
+    let log_sum = f64::from(max) + sum.ln();
+    let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
+    let mut order: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
+    let likelier = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+    if top < order.len() {
+        order.select_nth_unstable_by(top, likelier);
+        order.truncate(top);
+    }
+    order.sort_unstable_by(likelier);
+    TokenLogprobs {
+        logprob: logits.get(token as usize).map_or(f32::NEG_INFINITY, |logit| logprob(*logit)),
+        top: order.into_iter().map(|(id, logit)| (id, logprob(logit))).collect(),
+    }
+}
+
 /// The largest logit; ties: the lower id.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = (0, f32::NEG_INFINITY);
