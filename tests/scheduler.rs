@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use engines::{Golden, Random, goldens, load, long_golden, soak};
 use talon::engine::{
-    Chosen, Door, DraftChoice, Event, Finish, LoadOptions, Refusal, Sampling, Summary, Task, Ticket,
+    Chosen, Door, DraftChoice, Event, Finish, LoadOptions, Refusal, Sampling, Task, Ticket,
 };
 use talon::weights::demo;
 
@@ -40,14 +40,29 @@ fn options(draft: DraftChoice, draft_tokens: Option<usize>, parallel: usize) -> 
     LoadOptions { draft, draft_tokens, parallel, prefill_chunk: 24, ..LoadOptions::default() }
 }
 
-/// (cached prompt tokens, tokens, end) of a sequence.
-fn wait(ticket: &Ticket) -> (usize, Vec<Chosen>, Summary) {
-    let (mut cached, mut tokens) = (0, Vec::new());
+/// A sequence from its end.
+struct Done {
+    cached: usize,
+    tokens: Vec<Chosen>,
+    drafted: usize,
+    accepted: usize,
+    finish: Finish,
+    generated: usize,
+}
+
+fn wait(ticket: &Ticket) -> Done {
+    let (mut cached, mut tokens, mut guesses) = (0, Vec::new(), (0, 0));
     loop {
         match ticket.events().recv().expect("the scheduler lives") {
             Event::Started { cached: count } => cached = count,
-            Event::Tokens(more) => tokens.extend(more),
-            Event::Finished(summary) => return (cached, tokens, summary),
+            Event::Step { tokens: more, drafted, accepted } => {
+                tokens.extend(more);
+                guesses = (guesses.0 + drafted, guesses.1 + accepted);
+            }
+            Event::Finished { finish, generated } => {
+                let (drafted, accepted) = guesses;
+                return Done { cached, tokens, drafted, accepted, finish, generated };
+            }
         }
     }
 }
@@ -87,9 +102,9 @@ fn many_at_once(draft: DraftChoice, draft_tokens: Option<usize>) {
             });
         }
         for (golden, ticket) in tickets {
-            let (_, tokens, summary) = wait(&ticket);
-            assert_eq!(ids(&tokens), golden.greedy, "{}", golden.id);
-            assert_eq!((summary.finish, summary.generated), (Finish::Length, golden.greedy.len()));
+            let done = wait(&ticket);
+            assert_eq!(ids(&done.tokens), golden.greedy, "{}", golden.id);
+            assert_eq!((done.finish, done.generated), (Finish::Length, golden.greedy.len()));
         }
     }
     running.stop();
@@ -119,11 +134,11 @@ fn sampled_sequences_equal_their_solo_run() {
         logprobs: Some(2),
         ..task(&goldens[seed])
     };
-    let alone: Vec<_> = (0..8).map(|seed| wait(&running.submit(hot(seed))).1).collect();
+    let alone: Vec<_> = (0..8).map(|seed| wait(&running.submit(hot(seed))).tokens).collect();
     let tickets: Vec<_> = (0..8).map(|seed| running.submit(hot(seed))).collect();
     for (ticket, alone) in tickets.iter().zip(&alone) {
         // Log-probabilities as well, bit for bit.
-        assert_eq!(&wait(ticket).1, alone);
+        assert_eq!(&wait(ticket).tokens, alone);
     }
     running.stop();
 }
@@ -132,7 +147,7 @@ fn sampled_sequences_equal_their_solo_run() {
 fn second_turn(draft: DraftChoice, draft_tokens: Option<usize>) {
     let running = Running::start(&options(draft, draft_tokens, 3), 10);
     let first = long_golden();
-    let (cached, tokens, _) = wait(&running.submit(task(&first)));
+    let Done { cached, tokens, .. } = wait(&running.submit(task(&first)));
     assert_eq!(cached, 0);
     let mut history = first.prompt.clone();
     history.extend(ids(&tokens));
@@ -140,15 +155,15 @@ fn second_turn(draft: DraftChoice, draft_tokens: Option<usize>) {
     let common = history.len() - 1;
     let mut prompt = history;
     prompt.extend(&goldens()[9].prompt);
-    let (cached, again, summary) = wait(&running.submit(Task::greedy(prompt.clone(), 32)));
-    assert!(cached * 100 >= common * 99, "{cached} of {common}");
+    let again = wait(&running.submit(Task::greedy(prompt.clone(), 32)));
+    assert!(again.cached * 100 >= common * 99, "{} of {common}", again.cached);
     let fresh = Running::start(&options(DraftChoice::None, None, 1), 10);
-    assert_eq!(ids(&again), ids(&wait(&fresh.submit(Task::greedy(prompt, 32))).1));
+    assert_eq!(ids(&again.tokens), ids(&wait(&fresh.submit(Task::greedy(prompt, 32))).tokens));
     if draft_tokens.is_some() {
-        assert!(summary.speculation.accepted.iter().sum::<usize>() > 0, "the drafter lost its way");
+        assert!(again.accepted > 0, "the drafter lost its way");
     }
     // A prompt that is all in the cache still gives its first token.
-    let (cached, tokens, _) = wait(&running.submit(task(&first)));
+    let Done { cached, tokens, .. } = wait(&running.submit(task(&first)));
     assert!(cached * 100 >= first.prompt.len() * 99, "{cached}");
     assert_eq!(ids(&tokens), first.greedy);
     fresh.stop();
@@ -172,10 +187,9 @@ fn a_request_may_turn_speculation_off_or_on() {
     let golden = &goldens()[9];
     for (speculate, guesses) in [(None, false), (Some(0), false), (Some(4), true)] {
         let ticket = running.door.submit(task(golden), speculate).expect("room");
-        let (_, tokens, summary) = wait(&ticket);
-        assert_eq!(ids(&tokens), golden.greedy);
-        assert_eq!(summary.speculation.drafted.iter().sum::<usize>() > 0, guesses);
-        assert_eq!(summary.speculation.tokens + 1, summary.generated);
+        let done = wait(&ticket);
+        assert_eq!(ids(&done.tokens), golden.greedy);
+        assert_eq!(done.drafted > 0, guesses);
     }
     running.stop();
 }
@@ -200,7 +214,7 @@ fn the_queue_has_an_end_and_cancelled_tasks_leave_it() {
     let golden = &goldens()[0];
     let ticket = running.submit(task(golden));
     drop(waiting);
-    assert_eq!(ids(&wait(&ticket).1), golden.greedy);
+    assert_eq!(ids(&wait(&ticket).tokens), golden.greedy);
     running.stop();
 }
 
@@ -210,7 +224,7 @@ fn a_long_prompt_does_not_stall_decoding() {
     let running = Running::start(&options(DraftChoice::None, None, 2), 10);
     let golden = &goldens()[0];
     let decoding = running.submit(Task::greedy(golden.prompt.clone(), 2000));
-    let wait_token = || while !matches!(decoding.events().recv(), Ok(Event::Tokens(_))) {};
+    let wait_token = || while !matches!(decoding.events().recv(), Ok(Event::Step { .. })) {};
     wait_token();
     let long = running.submit(Task::greedy(long_golden().prompt.repeat(4), 1));
     assert!(matches!(long.events().recv(), Ok(Event::Started { .. })));

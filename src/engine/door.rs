@@ -4,7 +4,6 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use super::{Chosen, Finish, Task};
 use crate::spec::SpeculationStats;
@@ -18,27 +17,22 @@ pub enum Event {
         /// Prompt tokens that need not be run.
         cached: usize,
     },
-    /// The tokens of one step, without a stop token.
-    Tokens(Vec<Chosen>),
+    /// A step in which tokens were chosen.
+    Step {
+        /// The tokens, without a stop token.
+        tokens: Vec<Chosen>,
+        /// Guesses that were checked in it, none in the step of the first token.
+        drafted: usize,
+        /// Those that were right.
+        accepted: usize,
+    },
     /// The end.
-    Finished(Summary),
-}
-
-/// A sequence from its end.
-#[derive(Debug, Clone)]
-pub struct Summary {
-    /// Why it ended.
-    pub finish: Finish,
-    /// Tokens that were chosen, the end token included.
-    pub generated: usize,
-    /// From handing in to a slot.
-    pub queued: Duration,
-    /// From the slot to the first token.
-    pub prefill: Duration,
-    /// From the first token to the end.
-    pub decode: Duration,
-    /// Its rounds; times are of steps that it shared with others.
-    pub speculation: SpeculationStats,
+    Finished {
+        /// Why.
+        finish: Finish,
+        /// Tokens that were chosen, the end token included.
+        generated: usize,
+    },
 }
 
 /// Counters of the engine, for metrics.
@@ -75,7 +69,6 @@ pub(super) struct Job {
     pub speculate: Option<usize>,
     pub events: Sender<Event>,
     pub cancelled: Arc<AtomicBool>,
-    pub since: Instant,
 }
 
 /// Why a task was not taken.
@@ -109,13 +102,7 @@ impl Door {
             .map_err(|_| Refusal::Full)?;
         let (sender, events) = channel();
         let cancelled = Arc::new(AtomicBool::new(false));
-        let job = Job {
-            task,
-            speculate,
-            events: sender,
-            cancelled: cancelled.clone(),
-            since: Instant::now(),
-        };
+        let job = Job { task, speculate, events: sender, cancelled: cancelled.clone() };
         if self.jobs.send(job).is_err() {
             waiting.fetch_sub(1, Ordering::SeqCst);
             return Err(Refusal::Ended);

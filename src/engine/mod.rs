@@ -18,7 +18,7 @@ mod text_model;
 
 pub use backends::{BackendChoice, DeviceUse};
 pub use check::{StageCheck, check_kernels};
-pub use door::{Door, Event, Refusal, Status, Summary, Ticket};
+pub use door::{Door, Event, Refusal, Status, Ticket};
 pub use drafting::DraftChoice;
 pub use generate::{Generation, Request, Round, generate_on};
 pub use kernels::{measure_exchanges, measure_kernels};

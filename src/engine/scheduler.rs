@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-use super::door::{Door, Event, Job, Status, Summary};
+use super::door::{Door, Event, Job, Status};
 use super::sequence::{Accepted, Chosen, Finish, Flow, Sequence};
 use super::slots::{PrefixSlots, Taken};
 use super::{Engine, Limits};
 use crate::error::Result;
 use crate::model::{Backend, RowResult, Step};
-use crate::spec::{ModelDrafter, Policy, Proposer, RoundCost, SpeculationStats};
+use crate::spec::{ModelDrafter, Policy, Proposer, RoundCost};
 
 /// What is worth guessing depends on how many sequences share a step, so each of these numbers of
 /// sequences, up to the next, has a policy of its own.
@@ -40,10 +40,6 @@ struct Running {
     speculate: Option<usize>,
     events: Sender<Event>,
     cancelled: Arc<AtomicBool>,
-    queued: Duration,
-    admitted: Instant,
-    first_token: Option<Instant>,
-    speculation: SpeculationStats,
     follows_draft: bool,
 }
 
@@ -155,10 +151,6 @@ impl Scheduler {
                 speculate: job.speculate,
                 events: job.events,
                 cancelled: job.cancelled,
-                queued: job.since.elapsed(),
-                admitted: Instant::now(),
-                first_token: None,
-                speculation: SpeculationStats::default(),
                 follows_draft: false,
             });
         }
@@ -274,8 +266,7 @@ impl Scheduler {
         let mut tokens = Vec::new();
         let round = running.sequence.accept(results, &mut collect_into(&mut tokens))?;
         let Accepted { drafted, accepted, tokens: count, cut_short } = round;
-        running.send(tokens);
-        running.speculation.add_round(drafted, accepted, count);
+        running.send(tokens, drafted, accepted);
         self.status.generated_tokens.fetch_add(count as u64, Ordering::Relaxed);
         self.status.speculation().add_round(drafted, accepted, count);
         let follows_draft = std::mem::replace(&mut running.follows_draft, drafted > 0);
@@ -304,11 +295,10 @@ impl Scheduler {
         let mut tokens = Vec::new();
         running.sequence.choose_first(&mut collect_into(&mut tokens))?;
         if running.sequence.prompt_left() == 0 {
-            running.first_token = Some(Instant::now());
             let count = running.sequence.generated() as u64;
             self.status.generated_tokens.fetch_add(count, Ordering::Relaxed);
+            running.send(tokens, 0, 0);
         }
-        running.send(tokens);
         Ok(())
     }
 
@@ -334,24 +324,15 @@ fn collect_into(tokens: &mut Vec<Chosen>) -> impl FnMut(Chosen) -> Result<Flow> 
 }
 
 impl Running {
-    /// Hands on a step's tokens; a reader who has gone calls the sequence off.
-    fn send(&self, tokens: Vec<Chosen>) {
-        if !tokens.is_empty() && self.events.send(Event::Tokens(tokens)).is_err() {
+    /// Hands on what a step gave; a reader who has gone calls the sequence off.
+    fn send(&self, tokens: Vec<Chosen>, drafted: usize, accepted: usize) {
+        if self.events.send(Event::Step { tokens, drafted, accepted }).is_err() {
             self.cancelled.store(true, Ordering::SeqCst);
         }
     }
 
     fn finish(self, finish: Finish) {
-        let first_token = self.first_token.unwrap_or(self.admitted);
-        let summary = Summary {
-            finish,
-            generated: self.sequence.generated(),
-            queued: self.queued,
-            prefill: first_token - self.admitted,
-            decode: first_token.elapsed(),
-            speculation: self.speculation,
-        };
         // Nobody is there to tell if this fails.
-        let _ = self.events.send(Event::Finished(summary));
+        let _ = self.events.send(Event::Finished { finish, generated: self.sequence.generated() });
     }
 }
