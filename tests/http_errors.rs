@@ -199,7 +199,7 @@ fn bodies_that_are_no_request_are_refused() {
     }
     // Cut off anywhere.
     let whole = chat("hi", json!({"stop": ["é"]})).to_string().into_bytes();
-    bodies.extend((0..whole.len()).step_by(7).map(|end| whole[..end].to_vec()));
+    bodies.extend((0..whole.len()).step_by(3).map(|end| whole[..end].to_vec()));
     assert!(bodies.len() > 50);
     for body in &bodies {
         let shown = String::from_utf8_lossy(&body[..body.len().min(60)]).into_owned();
@@ -236,7 +236,7 @@ fn claimed_lengths_do_no_harm() {
             format!("POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{}}");
         connection.send(head.as_bytes());
         let reply = connection.reply("POST");
-        assert_eq!(reply.status, 413, "{length}");
+        assert_eq!(reply.status, 413, "{length}: {reply:?}");
         error(&reply);
     }
     for (head, status) in [
@@ -359,6 +359,14 @@ fn slow_clients_stall_nobody() {
             connection.send_request("POST", CHAT, &[], body.as_bytes());
         }
         slow.push(connection);
+    }
+    // Nor does a burst of connections that stay open.
+    let mut burst: Vec<Connection> = (0..40).map(|_| Connection::open(served.address)).collect();
+    for _ in 0..2 {
+        burst.iter_mut().for_each(|connection| connection.send_request("GET", "/health", &[], b""));
+        for connection in &mut burst {
+            assert_eq!(connection.reply("GET").status, 200);
+        }
     }
     let answer = served.ask(CHAT, &chat("What is 17 + 25?", json!({})));
     assert_eq!(content(&answer), "17 + 25 = 42.");

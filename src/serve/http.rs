@@ -147,17 +147,33 @@ impl Exchange {
             }
         }
         if self.request.body_length().is_some_and(|length| length > MAX_DISCARD) {
-            // Dropping the request would make tiny_http allocate all of a length that is only
-            // claimed, and end the process if that fails. This way the connection is given up: its
-            // thread and socket stay until the end.
-            log::warn!("a request claims a body of more than {MAX_DISCARD} bytes; not read");
-            std::mem::forget(self.request.upgrade("close", response));
-            return;
+            return self.give_up(response);
         }
         self.discard_body();
         if let Err(error) = self.request.respond(response) {
             log::debug!("an answer could not be sent: {error}");
         }
+    }
+
+    /// Answers a request whose body is claimed to be huge. Dropping it would make tiny_http allocate
+    /// all of the claimed length, and end the process if that fails. So the connection is given up:
+    /// its thread and socket stay until the end.
+    fn give_up(self, response: Response<io::Cursor<Vec<u8>>>) {
+        log::warn!("a request claims a body of more than {MAX_DISCARD} bytes; it is not read");
+        let status = response.status_code().0;
+        let body = response.into_reader().into_inner();
+        // The only way to a writer that does not drop the request. Clients skip what says 100.
+        let mut stream = self.request.upgrade("close", Response::empty(100));
+        let head = format!(
+            "HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\
+             Connection: close\r\n\r\n",
+            body.len()
+        );
+        let sent = stream.write_all(&[head.as_bytes(), &body].concat());
+        if let Err(error) = sent.and_then(|()| stream.flush()) {
+            log::debug!("an answer could not be sent: {error}");
+        }
+        std::mem::forget(stream);
     }
 
     fn cors_headers(&self) -> Vec<(&'static str, String)> {

@@ -6,7 +6,7 @@
 //! (`generation`, `format`, `http`).
 
 mod answer;
-mod disconnect;
+mod connections;
 mod errors;
 mod fields;
 mod format;
@@ -107,7 +107,7 @@ struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     metrics: metrics::Metrics,
-    watcher: disconnect::Watcher,
+    watcher: connections::Watcher,
 }
 
 impl Shared {
@@ -158,7 +158,7 @@ impl Server {
             }),
             changed: Condvar::new(),
             metrics: metrics::Metrics::default(),
-            watcher: disconnect::Watcher::new(address),
+            watcher: connections::Watcher::new(address),
         });
         let (sender, failed) = channel();
         let accepting = (http.clone(), shared.clone());

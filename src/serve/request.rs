@@ -204,6 +204,10 @@ fn common(
         );
         return Err(ApiError::invalid("", message).with_code("context_length_exceeded"));
     }
+    // A checkpoint's tokenizer may know more tokens than its model.
+    if let Some(id) = prompt.iter().find(|id| **id as usize >= limits.vocab_limit) {
+        return Err(ApiError::invalid("prompt", format!("this model has no token {id}")));
+    }
     let most = limits.context - prompt.len();
     let asked = match fields.count("max_completion_tokens", 1, u64::MAX)? {
         None => fields.count("max_tokens", 1, u64::MAX)?,

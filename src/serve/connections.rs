@@ -1,19 +1,35 @@
-//! Noticing that a client has gone.
+//! Watching the connections from outside: noticing that a client has gone, or that one waits in vain.
 //!
 //! tiny_http gives no access to its sockets, and a write, if there is something to write at all,
 //! succeeds once after the other side has closed. The kernel lists the state of every connection in
 //! /proc/self/net/tcp, where one that the client has closed is no longer ESTABLISHED. Where that
-//! file cannot be read, only failing writes tell.
+//! file cannot be read or does not list our own port, only failing writes tell.
+//!
+//! tiny_http gives a new connection to an idle thread if it has any, and does not see that it has
+//! given that thread another one already. So in a burst some connections wait for those before them
+//! to *end*, which kept-alive ones do not. The list shows that too, by bytes that nobody reads; a
+//! connection that opens and closes at once then makes tiny_http start a thread, which goes on with
+//! the one that waits.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::collections::{HashMap, HashSet};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-/// How often the list is read while somebody waits for an answer.
+/// How often the list is read while there are connections, and while there are none.
 const INTERVAL: Duration = Duration::from_millis(20);
-/// The kernel's number of the state.
+const IDLE_INTERVAL: Duration = Duration::from_millis(50);
+/// Connections that are opened at a time for others that wait.
+const MAX_NUDGES: usize = 16;
+/// The kernel's numbers of states.
 const ESTABLISHED: &str = "01";
+const LISTENING: &str = "0A";
+/// An empty queue.
+const NOTHING: &str = "00000000";
+/// Readings after which a connection that is not listed counts as gone. The list is made while it
+/// changes, so one reading may miss what is there.
+const MISSES: usize = 3;
 
 /// Watches connections.
 pub struct Watcher {
@@ -21,17 +37,17 @@ pub struct Watcher {
     next: AtomicU64,
 }
 
+#[derive(Default)]
 struct Shared {
     watched: Mutex<Vec<Watched>>,
-    wake: Condvar,
 }
 
 struct Watched {
     id: u64,
     client: SocketAddr,
     gone: Arc<AtomicBool>,
-    /// It was in the list once; otherwise the list tells nothing of it.
-    seen: bool,
+    /// Readings in a row that did not list it.
+    misses: usize,
 }
 
 impl Shared {
@@ -56,12 +72,19 @@ impl Drop for Watch {
 impl Watcher {
     /// Watches connections to `server`.
     pub fn new(server: SocketAddr) -> Self {
-        let shared = Arc::new(Shared { watched: Mutex::default(), wake: Condvar::new() });
+        let shared = Arc::new(Shared::default());
         let weak = Arc::downgrade(&shared);
+        // All addresses of this box: any of them will do for a nudge.
+        let mut own = server;
+        if server.ip().is_unspecified() {
+            own.set_ip(match server {
+                SocketAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
+                SocketAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
+            });
+        }
         // Without the thread, failing writes still tell.
-        let started = std::thread::Builder::new()
-            .name("disconnects".into())
-            .spawn(move || while look(&weak, server.port()) {});
+        let started =
+            std::thread::Builder::new().name("disconnects".into()).spawn(move || watch(&weak, own));
         if let Err(error) = started {
             log::warn!("clients that go away will be noticed late: {error}");
         }
@@ -71,51 +94,82 @@ impl Watcher {
     /// Sets `gone` when the client closes its connection.
     pub fn watch(&self, client: SocketAddr, gone: Arc<AtomicBool>) -> Watch {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.shared.watched().push(Watched { id, client: canonical(client), gone, seen: false });
-        self.shared.wake.notify_one();
+        self.shared.watched().push(Watched { id, client: canonical(client), gone, misses: 0 });
         Watch { shared: self.shared.clone(), id }
     }
 }
 
-/// Looks once, if there is somebody to look for; false when the watcher is gone.
-fn look(shared: &Weak<Shared>, port: u16) -> bool {
-    let Some(shared) = shared.upgrade() else {
-        return false;
-    };
-    let watched = shared.watched();
-    let wait = shared.wake.wait_timeout_while(watched, Duration::from_secs(1), |w| w.is_empty());
-    let idle = wait.unwrap_or_else(PoisonError::into_inner).0.is_empty();
-    if !idle {
-        let clients = established(port);
-        for watched in shared.watched().iter_mut() {
-            match clients.contains(&watched.client) {
-                true => watched.seen = true,
-                false if watched.seen => watched.gone.store(true, Ordering::SeqCst),
-                false => {}
+/// Looks again and again until the watcher is gone.
+fn watch(shared: &Weak<Shared>, server: SocketAddr) {
+    let mut unread: HashSet<SocketAddr> = HashSet::new();
+    while let Some(shared) = shared.upgrade() {
+        let connections = connections(server.port()).unwrap_or_default();
+        if !connections.is_empty() {
+            for watched in shared.watched().iter_mut() {
+                watched.look(connections.get(&watched.client));
             }
         }
         drop(shared);
-        std::thread::sleep(INTERVAL);
+        let reads = |(client, seen): (&SocketAddr, &Seen)| seen.unread.then_some(*client);
+        let now: HashSet<SocketAddr> = connections.iter().filter_map(reads).collect();
+        for _ in now.intersection(&unread).take(MAX_NUDGES) {
+            // If it fails, the next look tries again.
+            let _ = TcpStream::connect_timeout(&server, INTERVAL);
+        }
+        unread = now;
+        let busy = connections.len() > 1;
+        std::thread::sleep(if busy { INTERVAL } else { IDLE_INTERVAL });
     }
-    true
 }
 
-/// Clients with an established connection to `port`.
-fn established(port: u16) -> Vec<SocketAddr> {
-    let mut clients = Vec::new();
-    for file in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
-        if let Ok(list) = std::fs::read_to_string(file) {
-            clients.extend(list.lines().filter_map(|line| client_of(line, port)));
+impl Watched {
+    fn look(&mut self, seen: Option<&Seen>) {
+        match seen {
+            Some(seen) if seen.established => self.misses = 0,
+            Some(_) => self.misses = MISSES,
+            None => self.misses += 1,
+        }
+        if self.misses >= MISSES {
+            self.gone.store(true, Ordering::SeqCst);
         }
     }
-    clients
 }
 
-/// The client of a line `sl local remote state …`, if it is an established connection to `port`.
-fn client_of(line: &str, port: u16) -> Option<SocketAddr> {
+/// What the list says of a connection.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Seen {
+    established: bool,
+    /// Bytes have come that were not read.
+    unread: bool,
+}
+
+/// Clients of `port`; none if the list does not show that we listen. The listening socket itself is
+/// among them, so that the list is never empty.
+fn connections(port: u16) -> Option<HashMap<SocketAddr, Seen>> {
+    let mut connections: HashMap<SocketAddr, Seen> = HashMap::new();
+    let mut listening = false;
+    for file in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
+        let list = std::fs::read_to_string(file).unwrap_or_default();
+        for line in list.lines() {
+            let Some((local, remote, state, queues)) = connection(line) else {
+                continue;
+            };
+            if local.port() == port {
+                listening |= state == LISTENING;
+                let seen = connections.entry(remote).or_default();
+                let unread = queues.split_once(':').is_some_and(|(_, rx)| rx != NOTHING);
+                seen.established |= state == ESTABLISHED;
+                seen.unread |= state == ESTABLISHED && unread;
+            }
+        }
+    }
+    listening.then_some(connections)
+}
+
+/// Local address, remote address, state and queues of a line `sl local remote state tx:rx …`.
+fn connection(line: &str) -> Option<(SocketAddr, SocketAddr, &str, &str)> {
     let mut words = line.split_whitespace().skip(1);
-    let (local, remote, state) = (words.next()?, words.next()?, words.next()?);
-    (state == ESTABLISHED && address(local)?.port() == port).then(|| address(remote))?
+    Some((address(words.next()?)?, address(words.next()?)?, words.next()?, words.next()?))
 }
 
 /// `0100007F:1F40`: each group of 8 digits is a word in the machine's byte order.
@@ -173,7 +227,7 @@ mod tests {
             (watch, gone)
         };
         let (stays, leaves) = (watch(&staying), watch(&leaving));
-        std::thread::sleep(3 * INTERVAL);
+        std::thread::sleep(5 * INTERVAL);
         assert!(!leaves.1.load(Ordering::SeqCst));
         drop(leaving);
         let closed = Instant::now();
