@@ -22,15 +22,18 @@ pub struct Exchange {
     request: Request,
     /// Origin that pages may call from, if any.
     cors: Option<String>,
+    /// Its body is not what tiny_http takes it for.
+    misread: bool,
 }
 
 impl Exchange {
     /// Wraps a request; `None` if it was answered already, because it cannot be handled safely.
     pub fn new(request: Request, cors: Option<String>) -> Option<Self> {
-        let exchange = Self { request, cors };
+        let mut exchange = Self { request, cors, misread: false };
         match exchange.fault() {
             None => Some(exchange),
             Some(fault) => {
+                exchange.misread = true;
                 exchange.error(&fault);
                 None
             }
@@ -190,7 +193,7 @@ impl Exchange {
     /// Reads what is left of the body in small pieces, which tiny_http would do in one. A client
     /// that waits to be told to go on will not send it.
     fn discard_body(&mut self) {
-        if self.header("Expect").is_none() {
+        if self.header("Expect").is_none() && !self.misread {
             let _ =
                 io::copy(&mut self.request.as_reader().take(MAX_DISCARD as u64), &mut io::sink());
         }

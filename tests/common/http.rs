@@ -154,6 +154,8 @@ impl Connection {
     pub fn open(address: SocketAddr) -> Self {
         let stream = TcpStream::connect(address).expect("the server accepts");
         stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+        // Else a body behind its head waits for the head's acknowledgement.
+        stream.set_nodelay(true).expect("an option");
         Self { reader: BufReader::new(stream) }
     }
 
