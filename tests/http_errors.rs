@@ -4,6 +4,8 @@
 #[path = "common/http.rs"]
 mod http;
 
+use std::net::TcpStream;
+use std::process::Command;
 use std::time::Duration;
 
 use http::{Connection, Reply, Served, chat, content, request, weather_tool};
@@ -374,6 +376,18 @@ fn slow_clients_stall_nobody() {
     drop(slow);
     std::thread::sleep(Duration::from_millis(50));
     served.wait_idle();
+}
+
+/// Without descriptors tiny_http takes no more connections and waits for ever; talon ends instead.
+#[test]
+fn out_of_descriptors_it_ends_instead_of_hanging() {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -n 60; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_talon")]);
+    let mut served = Served::start_by(shell, &[]);
+    let connect = |_| TcpStream::connect(served.address).ok();
+    let connections: Vec<Option<TcpStream>> = (0..60).map(connect).collect();
+    assert_eq!(served.wait(), Some(1));
+    drop(connections);
 }
 
 fn any_json() -> impl Strategy<Value = Value> {

@@ -206,7 +206,7 @@ fn memory_stays_flat() {
     };
     ask(100);
     let before = resident(&served);
-    let requests = if soak() > 1 { 10_000 } else { 400 };
+    let requests = if soak() > 1 { 10_000 } else { 300 };
     ask(requests);
     let after = resident(&served);
     println!("{before} KiB before, {after} KiB after {requests} requests");

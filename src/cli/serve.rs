@@ -7,7 +7,7 @@ use argh::FromArgs;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::interrupt;
-use super::model_options::{DraftOptions, ModelOptions};
+use super::model_options::{DraftOptions, GpuOptions, ModelOptions};
 use super::terminal::print_stderr;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -76,13 +76,26 @@ pub struct ServeCommand {
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     backend: String,
 
-    /// the GPU to use, by its number (default: 0)
-    #[argh(option, default = "\"0\".into()", arg_name = "n")]
-    devices: String,
+    /// GPUs by number, in rank order, such as 0,1,4,5; 0,0 is two ranks on one GPU (default: all)
+    #[argh(option, arg_name = "list")]
+    devices: Option<String>,
 
-    /// tensor-parallel ranks: 1, 2, 4 or 8 (default: 1)
-    #[argh(option, default = "1", arg_name = "n")]
-    tp: usize,
+    /// ranks on one GPU: lock-step or concurrent (default: lock-step, in turn)
+    #[argh(option, default = "\"lock-step\".into()", arg_name = "mode")]
+    shared_gpu: String,
+
+    /// how GPUs exchange sums: auto, push, pull, owner or staged (default: auto, the fastest that is
+    /// right on this box)
+    #[argh(option, default = "\"auto\".into()", arg_name = "name")]
+    reduce: String,
+
+    /// test and time the links between GPUs again, though an earlier start has
+    #[argh(switch)]
+    requalify: bool,
+
+    /// tensor-parallel ranks: 1, 2, 4 or 8 (default: one for each GPU; 1 on the CPU)
+    #[argh(option, arg_name = "n")]
+    tp: Option<usize>,
 
     /// tokens of a prompt with its answer (default: the model's maximum, at most 8192)
     #[argh(option, arg_name = "n")]
@@ -182,7 +195,12 @@ impl ServeCommand {
             model: &self.model,
             layers: None,
             backend: &self.backend,
-            devices: &self.devices,
+            gpus: GpuOptions {
+                devices: self.devices.as_deref(),
+                shared_gpu: &self.shared_gpu,
+                reduce: &self.reduce,
+                requalify: self.requalify,
+            },
             rank_slice: None,
             tp: self.tp,
             context: self.context,
@@ -221,7 +239,7 @@ fn end_when_accepting_ends() {
         print(panic);
         let file = panic.location().map_or("", |place| place.file());
         let accepts = ["refined_tcp_stream.rs", "task_pool.rs"].iter().any(|f| file.ends_with(f));
-        let message = panic.payload_as_str().unwrap_or_default();
+        let message = panic.payload().downcast_ref::<String>().map_or("", String::as_str);
         if (file.contains("tiny_http") && accepts) || message.contains("failed to spawn thread") {
             std::process::exit(1);
         }

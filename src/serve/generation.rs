@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::answer::{Answer, Delta};
 use super::errors::ApiError;
 use super::format::{Choice, Format, Totals};
-use super::http::{EventStream, Exchange};
+use super::http::{Answered, EventStream, Exchange};
 use super::metrics::Metrics;
 use super::request::Generate;
 use super::{Model, Shared};
@@ -20,28 +20,24 @@ use crate::engine::{Chosen, Event, Finish, Refusal, Ticket};
 ///
 /// # Errors
 /// What is to be answered instead.
-pub fn generate(
-    shared: &Shared,
-    model: &Model,
-    exchange: Exchange,
-    request: Generate,
-) -> Result<(), (Exchange, ApiError)> {
+pub fn generate(shared: &Shared, model: &Model, exchange: Exchange, request: Generate) -> Answered {
     if request.stream && !exchange.can_stream() {
         let fault = ApiError::invalid("stream", "a stream needs HTTP/1.1");
-        return Err((exchange, fault));
+        return exchange.refuse(fault);
     }
     let answer = match Answer::new(&model.text, &request) {
         Ok(answer) => answer,
-        Err(error) => return Err((exchange, error)),
+        Err(error) => return exchange.refuse(error),
     };
     let format = Format::new(&model.text, &model.name, &request);
     let totals = Totals::new(Instant::now(), request.task.prompt.len());
     let ticket = match model.door.submit(request.task.clone(), request.speculate) {
         Ok(ticket) => ticket,
-        Err(refusal) => return Err((exchange, refused(refusal))),
+        Err(refusal) => return exchange.refuse(refused(refusal)),
     };
     let _watch = exchange.client().map(|client| shared.watcher.watch(client, ticket.cancel_flag()));
-    let run = Run { ticket, answer: Some(answer), totals, metrics: &shared.metrics };
+    let run =
+        Run { ticket, answer: Some(answer), totals, metrics: &shared.metrics, counted: false };
     match request.stream {
         true => stream(run, &request, format, exchange, shared.options.keep_alive),
         false => whole(run, format, exchange),
@@ -81,6 +77,8 @@ struct Run<'a> {
     answer: Option<Answer<'a>>,
     totals: Totals,
     metrics: &'a Metrics,
+    /// Its end was counted.
+    counted: bool,
 }
 
 impl Run<'_> {
@@ -148,22 +146,29 @@ impl Run<'_> {
             delta.append(last);
             calls = any;
         }
-        self.metrics.count_end(finish.word());
+        self.count_end(finish.word());
         self.metrics.whole.add(self.totals.whole());
         let word = if calls && finish == Finish::Stop { "tool_calls" } else { finish.word() };
         Piece::End(delta, tokens, word)
     }
 
-    fn broken(&self, broken: &Broken) {
-        self.metrics.count_end(match broken {
+    fn broken(&mut self, broken: &Broken) {
+        self.count_end(match broken {
             Broken::Gone => "abort",
             Broken::EngineEnded => "error",
         });
     }
+
+    /// Counts the end that came first: writing its last words may fail as well.
+    fn count_end(&mut self, reason: &'static str) {
+        if !std::mem::replace(&mut self.counted, true) {
+            self.metrics.count_end(reason);
+        }
+    }
 }
 
 /// Answers with one object at the end. A client that goes away is noticed by the watcher.
-fn whole(mut run: Run, format: Format, exchange: Exchange) -> Result<(), (Exchange, ApiError)> {
+fn whole(mut run: Run, format: Format, exchange: Exchange) -> Answered {
     let mut choice = Choice::default();
     loop {
         match run.next(Duration::from_secs(3600)) {
@@ -180,7 +185,7 @@ fn whole(mut run: Run, format: Format, exchange: Exchange) -> Result<(), (Exchan
                 return match broken {
                     // Nobody is there to be told.
                     Broken::Gone => Ok(()),
-                    Broken::EngineEnded => Err((exchange, ApiError::engine_ended())),
+                    Broken::EngineEnded => exchange.refuse(ApiError::engine_ended()),
                 };
             }
         }
@@ -194,7 +199,7 @@ fn stream(
     format: Format,
     exchange: Exchange,
     keep_alive: Duration,
-) -> Result<(), (Exchange, ApiError)> {
+) -> Answered {
     let sent = exchange
         .stream()
         .and_then(|events| send_events(&mut run, request, format, events, keep_alive));

@@ -26,6 +26,17 @@ pub struct Exchange {
     misread: bool,
 }
 
+/// A request that is to be answered with an error.
+pub struct Refused {
+    /// The request.
+    pub exchange: Exchange,
+    /// Its answer.
+    pub error: ApiError,
+}
+
+/// What became of a request: answered, or still to be.
+pub type Answered = Result<(), Box<Refused>>;
+
 impl Exchange {
     /// Wraps a request; `None` if it was answered already, because it cannot be handled safely.
     pub fn new(request: Request, cors: Option<String>) -> Option<Self> {
@@ -113,6 +124,14 @@ impl Exchange {
             return Err(too_long());
         }
         Ok(body)
+    }
+
+    /// To be answered with an error.
+    ///
+    /// # Errors
+    /// That one, always.
+    pub fn refuse(self, error: ApiError) -> Answered {
+        Err(Box::new(Refused { exchange: self, error }))
     }
 
     /// Answers with JSON.

@@ -8,7 +8,7 @@ use tiny_http::{Method, Request};
 
 use super::errors::ApiError;
 use super::fields::Fields;
-use super::http::Exchange;
+use super::http::{Answered, Exchange};
 use super::messages::tools;
 use super::request::{chat, chat_prompt, completion, token_ids};
 use super::{Generating, Model, Phase, Shared, generation};
@@ -38,12 +38,10 @@ pub fn answer(shared: &Arc<Shared>, request: Request, has_place: bool) {
     if !has_place {
         return exchange.error(&ApiError::unavailable("too many requests at a time"));
     }
-    if let Err((exchange, error)) = route(shared, exchange) {
-        exchange.error(&error);
+    if let Err(refused) = route(shared, exchange) {
+        refused.exchange.error(&refused.error);
     }
 }
-
-type Answered = Result<(), (Exchange, ApiError)>;
 
 fn route(shared: &Arc<Shared>, exchange: Exchange) -> Answered {
     let path = match exchange.path() {
@@ -52,7 +50,7 @@ fn route(shared: &Arc<Shared>, exchange: Exchange) -> Answered {
     };
     let Some((path, method)) = ROUTES.into_iter().find(|(known, _)| *known == path) else {
         let message = format!("there is no {}; talon has {}", exchange.path(), known_paths());
-        return Err((exchange, ApiError::new(404, "not_found_error", message)));
+        return exchange.refuse(ApiError::new(404, "not_found_error", message));
     };
     let allowed = if method == "GET" { "GET, HEAD, OPTIONS" } else { "POST, OPTIONS" };
     match (exchange.method(), method) {
@@ -74,16 +72,18 @@ fn route(shared: &Arc<Shared>, exchange: Exchange) -> Answered {
     if !open && !has_key(shared, &exchange) {
         let message = "wrong or missing API key; send Authorization: Bearer KEY";
         let error = ApiError::new(401, "authentication_error", message);
-        return Err((exchange, error.with_code("invalid_api_key")));
+        return exchange.refuse(error.with_code("invalid_api_key"));
     }
     match path {
         "/" => exchange.reply(200, "text/html; charset=utf-8", PAGE.into(), &[]),
         "/health" => health(shared, exchange),
         "/version" => exchange.json(200, &json!({"version": env!("CARGO_PKG_VERSION")})),
         _ => {
-            let model = match model(shared) {
+            // Metrics are there to the end.
+            let known = shared.state().model.clone().filter(|_| path == "/metrics");
+            let model = match known.map_or_else(|| model(shared), Ok) {
                 Ok(model) => model,
-                Err(error) => return Err((exchange, error)),
+                Err(error) => return exchange.refuse(error),
             };
             return with_model(shared, &model, path, exchange);
         }
@@ -103,7 +103,7 @@ fn with_model(shared: &Arc<Shared>, model: &Model, path: &str, mut exchange: Exc
     }
     let body = match exchange.body().and_then(|body| parse(&body)) {
         Ok(body) => body,
-        Err(error) => return Err((exchange, error)),
+        Err(error) => return exchange.refuse(error),
     };
     let answered = match path {
         "/tokenize" => tokenize(model, &body),
@@ -112,14 +112,14 @@ fn with_model(shared: &Arc<Shared>, model: &Model, path: &str, mut exchange: Exc
             let read = if path == "/v1/completions" { completion } else { chat };
             let request = match read(&body, &model.text, model.limits) {
                 Ok(request) => request,
-                Err(error) => return Err((exchange, error)),
+                Err(error) => return exchange.refuse(error),
             };
             // A text may be long, and the request has what it needs of it.
             drop(body);
             let _generating = Generating::new(shared);
             // A drain that began meanwhile does not wait for this one.
             if let Err(error) = self::model(shared) {
-                return Err((exchange, error));
+                return exchange.refuse(error);
             }
             return generation::generate(shared, model, exchange, request);
         }
@@ -129,7 +129,7 @@ fn with_model(shared: &Arc<Shared>, model: &Model, path: &str, mut exchange: Exc
             exchange.json(200, &value);
             Ok(())
         }
-        Err(error) => Err((exchange, error)),
+        Err(error) => exchange.refuse(error),
     }
 }
 
@@ -208,7 +208,7 @@ fn models(shared: &Shared, model: &Model, exchange: Exchange) -> Answered {
         Some(name) => {
             let message = format!("there is no model {name:?}; this is {:?}", model.name);
             let error = ApiError::new(404, "not_found_error", message);
-            return Err((exchange, error.with_code("model_not_found")));
+            return exchange.refuse(error.with_code("model_not_found"));
         }
     }
     Ok(())

@@ -21,7 +21,11 @@ pub struct Served {
 
 impl Served {
     pub fn start(args: &[&str]) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_talon"));
+        Self::start_by(Command::new(env!("CARGO_BIN_EXE_talon")), args)
+    }
+
+    /// Started by a command that takes talon's arguments.
+    pub fn start_by(mut command: Command, args: &[&str]) -> Self {
         command.args(["serve", "--port", "0", "--backend", "cpu"]).args(args);
         command.env_remove("RUST_LOG").env_remove("TALON_API_KEY").stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary starts");
