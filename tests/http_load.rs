@@ -45,7 +45,7 @@ fn sixteen_clients_get_what_they_would_get_alone() {
     let bodies = bodies();
     let alone: Vec<String> =
         bodies.iter().map(|body| content(&served.ask(CHAT, body)).to_owned()).collect();
-    let rounds = if soak() > 1 { 1000 } else { 3 };
+    let rounds = if soak() > 1 { 72 * soak() } else { 3 };
     let clients: Vec<_> = bodies
         .into_iter()
         .zip(alone)

@@ -7,19 +7,25 @@
 //!
 //! tiny_http gives a new connection to an idle thread if it has any, and does not see that it has
 //! given that thread another one already. So in a burst some connections wait for those before them
-//! to *end*, which kept-alive ones do not. The list shows that too, by bytes that nobody reads; a
-//! connection that opens and closes at once then makes tiny_http start a thread, which goes on with
-//! the one that waits.
+//! to *end*, which kept-alive ones do not. A nudge, a connection that opens and closes at once,
+//! makes tiny_http start a thread, which goes on with one that waits. Each new client's first
+//! request sends one, so a burst resolves itself; and the list shows those that nobody reads.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-/// How often the list is read while there are connections, and while there are none.
+/// How often the list is read while somebody waits for an answer, and while nobody does.
 const INTERVAL: Duration = Duration::from_millis(20);
-const IDLE_INTERVAL: Duration = Duration::from_millis(50);
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+/// The kernel walks a table of all connections there could be, some milliseconds on a large box:
+/// reading takes at most one part in this many of the time.
+const MOST_OF_TIME: u32 = 10;
+/// Clients that are remembered, so that only their first request nudges.
+const KNOWN_CLIENTS: usize = 4096;
 /// Connections that are opened at a time for others that wait.
 const MAX_NUDGES: usize = 16;
 /// The kernel's numbers of states.
@@ -29,17 +35,27 @@ const LISTENING: &str = "0A";
 const NOTHING: &str = "00000000";
 /// Readings after which a connection that is not listed counts as gone. The list is made while it
 /// changes, so one reading may miss what is there.
-const MISSES: usize = 3;
+const MISSES: usize = 2;
 
 /// Watches connections.
 pub struct Watcher {
     shared: Arc<Shared>,
     next: AtomicU64,
+    news: Sender<News>,
+}
+
+/// What the watching thread is told.
+enum News {
+    /// A new client sent its first request.
+    Client,
+    /// Somebody waits for an answer.
+    Watched,
 }
 
 #[derive(Default)]
 struct Shared {
     watched: Mutex<Vec<Watched>>,
+    clients: Mutex<HashSet<SocketAddr>>,
 }
 
 struct Watched {
@@ -73,7 +89,8 @@ impl Watcher {
     /// Watches connections to `server`.
     pub fn new(server: SocketAddr) -> Self {
         let shared = Arc::new(Shared::default());
-        let weak = Arc::downgrade(&shared);
+        let (news, heard) = channel();
+        let watching = shared.clone();
         // All addresses of this box: any of them will do for a nudge.
         let mut own = server;
         if server.ip().is_unspecified() {
@@ -83,42 +100,66 @@ impl Watcher {
             });
         }
         // Without the thread, failing writes still tell.
-        let started =
-            std::thread::Builder::new().name("disconnects".into()).spawn(move || watch(&weak, own));
+        let started = std::thread::Builder::new()
+            .name("disconnects".into())
+            .spawn(move || watch(&watching, &heard, own));
         if let Err(error) = started {
             log::warn!("clients that go away will be noticed late: {error}");
         }
-        Self { shared, next: AtomicU64::new(0) }
+        Self { shared, next: AtomicU64::new(0), news }
+    }
+
+    /// A request came from `client`.
+    pub fn heard_from(&self, client: SocketAddr) {
+        let mut clients = self.shared.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if clients.len() >= KNOWN_CLIENTS {
+            clients.clear();
+        }
+        if clients.insert(client) {
+            // Without the thread there is nobody to nudge.
+            let _ = self.news.send(News::Client);
+        }
     }
 
     /// Sets `gone` when the client closes its connection.
     pub fn watch(&self, client: SocketAddr, gone: Arc<AtomicBool>) -> Watch {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.shared.watched().push(Watched { id, client: canonical(client), gone, misses: 0 });
+        // Without the thread, failing writes still tell.
+        let _ = self.news.send(News::Watched);
         Watch { shared: self.shared.clone(), id }
     }
 }
 
 /// Looks again and again until the watcher is gone.
-fn watch(shared: &Weak<Shared>, server: SocketAddr) {
+fn watch(shared: &Shared, news: &Receiver<News>, server: SocketAddr) {
+    // If one fails, the next look tries again.
+    let nudge = || drop(TcpStream::connect_timeout(&server, INTERVAL));
     let mut unread: HashSet<SocketAddr> = HashSet::new();
-    while let Some(shared) = shared.upgrade() {
-        let connections = connections(server.port()).unwrap_or_default();
-        if !connections.is_empty() {
-            for watched in shared.watched().iter_mut() {
-                watched.look(connections.get(&watched.client));
+    let (mut looked, mut pause) = (Instant::now(), IDLE_INTERVAL);
+    let mut rest = INTERVAL;
+    loop {
+        match news.recv_timeout((looked + pause).saturating_duration_since(Instant::now())) {
+            Ok(News::Client) => nudge(),
+            Ok(News::Watched) => pause = rest,
+            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                looked = Instant::now();
+                let connections = connections(server).unwrap_or_default();
+                rest = INTERVAL.max(looked.elapsed() * MOST_OF_TIME);
+                let mut watched = shared.watched();
+                if !connections.is_empty() {
+                    watched.iter_mut().for_each(|w| w.look(connections.get(&w.client)));
+                }
+                let idle = watched.is_empty();
+                drop(watched);
+                let reads = |(client, seen): (&SocketAddr, &Seen)| seen.unread.then_some(*client);
+                let now: HashSet<SocketAddr> = connections.iter().filter_map(reads).collect();
+                now.intersection(&unread).take(MAX_NUDGES).for_each(|_| nudge());
+                pause = if idle && now.is_empty() { IDLE_INTERVAL } else { rest };
+                unread = now;
             }
         }
-        drop(shared);
-        let reads = |(client, seen): (&SocketAddr, &Seen)| seen.unread.then_some(*client);
-        let now: HashSet<SocketAddr> = connections.iter().filter_map(reads).collect();
-        for _ in now.intersection(&unread).take(MAX_NUDGES) {
-            // If it fails, the next look tries again.
-            let _ = TcpStream::connect_timeout(&server, INTERVAL);
-        }
-        unread = now;
-        let busy = connections.len() > 1;
-        std::thread::sleep(if busy { INTERVAL } else { IDLE_INTERVAL });
     }
 }
 
@@ -143,24 +184,24 @@ struct Seen {
     unread: bool,
 }
 
-/// Clients of `port`; none if the list does not show that we listen. The listening socket itself is
-/// among them, so that the list is never empty.
-fn connections(port: u16) -> Option<HashMap<SocketAddr, Seen>> {
+/// Clients of `server`; none if the list does not show that we listen. The listening socket itself
+/// is among them, so that the list is never empty.
+fn connections(server: SocketAddr) -> Option<HashMap<SocketAddr, Seen>> {
     let mut connections: HashMap<SocketAddr, Seen> = HashMap::new();
     let mut listening = false;
-    for file in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
-        let list = std::fs::read_to_string(file).unwrap_or_default();
-        for line in list.lines() {
-            let Some((local, remote, state, queues)) = connection(line) else {
-                continue;
-            };
-            if local.port() == port {
-                listening |= state == LISTENING;
-                let seen = connections.entry(remote).or_default();
-                let unread = queues.split_once(':').is_some_and(|(_, rx)| rx != NOTHING);
-                seen.established |= state == ESTABLISHED;
-                seen.unread |= state == ESTABLISHED && unread;
-            }
+    // A connection is listed by its socket's family, whatever the client's.
+    let file = if server.is_ipv4() { "/proc/self/net/tcp" } else { "/proc/self/net/tcp6" };
+    let list = std::fs::read_to_string(file).unwrap_or_default();
+    for line in list.lines() {
+        let Some((local, remote, state, queues)) = connection(line) else {
+            continue;
+        };
+        if local.port() == server.port() {
+            listening |= state == LISTENING;
+            let seen = connections.entry(remote).or_default();
+            let unread = queues.split_once(':').is_some_and(|(_, rx)| rx != NOTHING);
+            seen.established |= state == ESTABLISHED;
+            seen.unread |= state == ESTABLISHED && unread;
         }
     }
     listening.then_some(connections)
@@ -197,8 +238,7 @@ fn canonical(address: SocketAddr) -> SocketAddr {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::{TcpListener, TcpStream};
-    use std::time::Instant;
+    use std::net::TcpListener;
 
     #[test]
     fn addresses_are_read_as_the_kernel_writes_them() {

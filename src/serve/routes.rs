@@ -35,6 +35,9 @@ pub fn answer(shared: &Arc<Shared>, request: Request, has_place: bool) {
     let Some(exchange) = Exchange::new(request, shared.options.cors.clone()) else {
         return;
     };
+    if let Some(client) = exchange.client() {
+        shared.watcher.heard_from(client);
+    }
     if !has_place {
         return exchange.error(&ApiError::unavailable("too many requests at a time"));
     }
