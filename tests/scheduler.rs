@@ -206,7 +206,7 @@ fn the_queue_has_an_end_and_cancelled_tasks_leave_it() {
     drop(second);
     let started = Instant::now();
     while running.door.status().waiting.load(std::sync::atomic::Ordering::SeqCst) == 2 {
-        assert!(started.elapsed() < Duration::from_secs(5), "a cancelled task stays in the queue");
+        assert!(started.elapsed() < Duration::from_secs(20), "a cancelled task stays in the queue");
         std::thread::sleep(Duration::from_millis(1));
     }
     // The one that runs is called off within a step, so the next one begins.
@@ -226,14 +226,14 @@ fn a_long_prompt_does_not_stall_decoding() {
     let decoding = running.submit(Task::greedy(golden.prompt.clone(), 2000));
     let wait_token = || while !matches!(decoding.events().recv(), Ok(Event::Step { .. })) {};
     wait_token();
-    let long = running.submit(Task::greedy(long_golden().prompt.repeat(4), 1));
+    let long = running.submit(Task::greedy(long_golden().prompt.repeat(2), 1));
     assert!(matches!(long.events().recv(), Ok(Event::Started { .. })));
     let mut tokens = 0;
     while long.events().try_recv().is_err() {
         wait_token();
         tokens += 1;
     }
-    let chunks = 603 * 4 / 24;
+    let chunks = 603 * 2 / 24;
     assert!(tokens > chunks * 9 / 10, "{tokens} tokens in {chunks} chunks");
     drop((decoding, long));
     running.stop();

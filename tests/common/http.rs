@@ -95,7 +95,7 @@ impl Served {
 
     /// Waits until nothing runs and nothing waits.
     pub fn wait_idle(&self) {
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + Duration::from_secs(20);
         let busy = || {
             let health = self.get("/health").json();
             health["running"].as_u64() != Some(0) || health["waiting"].as_u64() != Some(0)
