@@ -8,7 +8,10 @@ CUDA := .toolchain/cuda
 CUDA_RELEASE := 13.0.*
 CUDA_PACKAGES := $(foreach part,cuda-nvcc nvvm cuda-crt cuda-runtime cuda-cccl,"nvidia-$(part)==$(CUDA_RELEASE)")
 
-.PHONY: help demo test build bench lint soak deny toolchain nextest clean
+.PHONY: help demo test build bench load lint soak deny toolchain nextest clients clean
+
+# The Python clients that tests/http_clients.rs runs.
+CLIENTS := .toolchain/python
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,7 +23,7 @@ demo: build ## build, let the demo model answer, and measure this box with it
 	$(BINARY) bench --html target/demo-report.html
 	@echo "the report with plots: target/demo-report.html"
 
-test: toolchain nextest ## the whole test suite
+test: toolchain nextest clients ## the whole test suite
 	$(CARGO) nextest run --locked
 
 build: toolchain ## the binary, target/release/talon
@@ -35,12 +38,15 @@ bench: build ## the figures of docs/measurements.md: decode rates, speculation, 
 	$(BINARY) bench --draft mtp
 	tests/start_up.sh $(BINARY)
 
+load: build ## the load figures of docs/measurements.md: requests/s and time to the first token of talon serve
+	python3 tests/clients/load.py $(BINARY)
+
 lint: toolchain ## format and lints, as CI checks them
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
 
-soak: toolchain nextest ## property tests with a hundred times the cases, lossless tests at full length
-	PROPTEST_CASES=25600 TALON_SOAK=14 $(CARGO) nextest run --locked --no-fail-fast -E 'binary(hostile_input) + binary(text) + binary(row_invariance) + binary(lossless) + binary(adversarial_drafters) + binary(chain_ends) + binary(sampling_law)'
+soak: toolchain nextest ## property tests with a hundred times the cases, lossless and load tests at full length
+	PROPTEST_CASES=25600 TALON_SOAK=14 $(CARGO) nextest run --locked --no-fail-fast -E 'binary(hostile_input) + binary(text) + binary(row_invariance) + binary(lossless) + binary(adversarial_drafters) + binary(chain_ends) + binary(sampling_law) + binary(scheduler) + binary(http_errors) + binary(http_load) + test(tool_calls)'
 
 deny: toolchain ## licences and sources of the dependencies (installs cargo-deny)
 	@command -v cargo-deny >/dev/null || $(CARGO) install --locked cargo-deny
@@ -72,6 +78,13 @@ toolchain: ## Rust and nvcc, if they are not there
 
 nextest: toolchain
 	@command -v cargo-nextest >/dev/null || $(CARGO) install --locked cargo-nextest
+
+clients: ## the Python clients that the tests of talon serve run, if pip can have them
+	@if [ -x $(CLIENTS)/bin/python ] && cmp -s tests/clients/requirements.txt $(CLIENTS)/requirements.txt; then :; \
+	elif rm -rf $(CLIENTS) && python3 -m venv $(CLIENTS) && \
+	  $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt; \
+	then cp tests/clients/requirements.txt $(CLIENTS)/requirements.txt; \
+	else rm -rf $(CLIENTS); echo "no Python clients: their tests will be left out"; fi
 
 clean: ## remove what was built
 	$(CARGO) clean

@@ -9,6 +9,7 @@ pub mod doctor;
 pub mod engine;
 pub mod error;
 pub mod model;
+pub mod serve;
 pub mod spec;
 pub mod text;
 pub mod weights;

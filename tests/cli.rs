@@ -36,12 +36,12 @@ fn ids(value: &Value) -> Vec<u64> {
 fn help_names_every_command_and_goes_to_stdout() {
     for args in [&["--help"][..], &["-h"]] {
         let help = succeeds(args);
-        for command in ["bench", "generate", "kernels", "verify", "version"] {
+        for command in ["bench", "generate", "kernels", "serve", "verify", "version"] {
             assert!(help.stdout.contains(command), "{help:?}");
         }
         assert_eq!(help.stderr, "");
     }
-    for command in ["bench", "generate", "verify"] {
+    for command in ["bench", "generate", "serve", "verify"] {
         let help = succeeds(&[command, "-h"]);
         // An option that takes a value says what happens without it, unless nothing does.
         let text = help.stdout.replace("\n                    ", " ");
@@ -110,6 +110,11 @@ fn bad_usage_is_one_line_and_exit_code_2() {
         (&["generate", "--backend", "cpu", "--tokens", "/dev/null/none"], &["/dev/null/none"]),
         (&["generate", "--backend", "cpu", "--raw", ""], &["prompt is empty"]),
         (&["generate", "x", "--model", "/dev/null/none"], &["/dev/null/none", "--model"]),
+        (&["serve", "--host", "nowhere.invalid"], &["nowhere.invalid:8000", "--host"]),
+        (&["serve", "--port", "99999"], &["--port", "99999"]),
+        (&["serve", "--parallel", "0"], &["--parallel 0"]),
+        (&["serve", "--queue", "0"], &["--queue 0"]),
+        (&["serve", "--api-key", ""], &["--api-key"]),
         (&["verify", "--model", "/dev/null/none"], &["/dev/null/none"]),
         (&["bench", "--runs", "0"], &["--runs"]),
         (&["bench", "--runs", "100"], &["--runs 100", "--prompts"]),

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// What each room may use besides itself and `error`.
-const ROOMS: [(&str, &[&str]); 12] = [
+const ROOMS: [(&str, &[&str]); 13] = [
     ("main", &["cli"]),
-    ("cli", &["bench", "cuda", "doctor", "engine", "text", "weights"]),
+    ("cli", &["bench", "cuda", "doctor", "engine", "serve", "text", "weights"]),
+    ("serve", &["engine", "text"]),
     ("bench", &["engine", "model", "spec", "text"]),
     ("doctor", &["cuda"]),
     ("engine", &["cpu", "cuda", "model", "spec", "text", "weights"]),

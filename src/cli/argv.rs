@@ -11,13 +11,15 @@ pub struct Normalised {
 
 /// Options without a value. A `-` after any other option is that option's value (stdout); any other
 /// `-` is the prompt (stdin), which argh takes only behind a `--`.
-const SWITCHES: [&str; 8] = [
+const SWITCHES: [&str; 10] = [
     "--check",
+    "--comm",
     "--help",
     "--ignore-eos",
     "--ignore-index",
     "--no-think",
     "--raw",
+    "--requalify",
     "--scales",
     "--sweep",
 ];

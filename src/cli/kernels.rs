@@ -136,6 +136,9 @@ impl KernelsCommand {
         if self.check {
             return Err(Error::input("--check and --comm: expected one of them"));
         }
+        if self.repeats == Some(0) {
+            return Err(Error::input("--repeats 0: expected at least 1 exchange"));
+        }
         let names = if devices.is_empty() {
             "all GPUs".into()
         } else {

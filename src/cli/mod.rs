@@ -3,9 +3,11 @@
 mod argv;
 mod bench;
 mod generate;
+mod interrupt;
 mod kernels;
 mod model_options;
 mod progress;
+mod serve;
 mod terminal;
 mod verify;
 mod version;
@@ -21,6 +23,7 @@ use crate::error::{Error, Kind, one_line};
 #[argh(
     example = "Ask the model that is inside this binary:\n  {command_name} generate \"What is 17 + 25?\"",
     example = "Measure this box:\n  {command_name} bench",
+    example = "Serve it to OpenAI's clients, with a chat page:\n  {command_name} serve",
     example = "Audit a checkpoint before loading it:\n  {command_name} verify --model ./GLM-5.2-NVFP4 --tp 8",
     note = "Options may be written --name value or --name=value. -v (or RUST_LOG) logs more.",
     error_code(1, "failed while running"),
@@ -39,6 +42,7 @@ enum Command {
     Bench(bench::BenchCommand),
     Generate(generate::GenerateCommand),
     Kernels(kernels::KernelsCommand),
+    Serve(serve::ServeCommand),
     Verify(verify::VerifyCommand),
     Version(version::VersionCommand),
 }
@@ -48,10 +52,6 @@ enum Command {
 pub fn run(args: Vec<String>) -> ExitCode {
     let normalised = argv::normalise(args);
     start_log(normalised.verbosity);
-    // Ctrl-C ends at once: nothing here leaves a file half written that matters.
-    if let Err(error) = ctrlc::set_handler(|| std::process::exit(130)) {
-        log::warn!("Ctrl-C will not give exit code 130: {error}");
-    }
     let args: Vec<&str> = normalised.args.iter().map(String::as_str).collect();
     let talon = match Talon::from_args(&["talon"], &args) {
         Ok(talon) => talon,
@@ -63,10 +63,13 @@ pub fn run(args: Vec<String>) -> ExitCode {
         }
         Err(exit) => return report(&Error::input(usage_error(&exit.output))),
     };
+    // Before there is any thread: all of them must leave the signal to the one that waits for it.
+    interrupt::install(matches!(talon.command, Command::Serve(_)));
     let done = match talon.command {
         Command::Bench(command) => return finish(command.run()),
         Command::Generate(command) => command.run(),
         Command::Kernels(command) => command.run(),
+        Command::Serve(command) => command.run(),
         Command::Verify(command) => return finish(command.run()),
         Command::Version(command) => command.run(),
     };

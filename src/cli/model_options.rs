@@ -89,6 +89,11 @@ impl DraftOptions<'_> {
 impl ModelOptions<'_> {
     /// Loads the model, with a progress bar on a terminal.
     pub fn load(&self) -> Result<Engine> {
+        self.load_for(1)
+    }
+
+    /// As [`ModelOptions::load`], with room for this many sequences at a time.
+    pub fn load_for(&self, parallel: usize) -> Result<Engine> {
         let backend = match self.backend {
             "auto" => BackendChoice::Auto,
             "cpu" => BackendChoice::Cpu,
@@ -143,7 +148,7 @@ impl ModelOptions<'_> {
             draft: self.draft.choice(),
             draft_tokens: self.draft.tokens()?,
             draft_rope_theta: self.draft.rope_theta,
-            ..LoadOptions::default()
+            parallel,
         };
         let progress = Progress::bytes("loading");
         let engine =

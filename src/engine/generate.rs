@@ -1,17 +1,14 @@
-//! The decode loop: prefill, then rounds of propose, verify, accept (`spec`), until a stop rule.
+//! The decode loop of one sequence: prefill, then rounds of propose, verify, accept (`spec`), until a stop rule.
 //! Without a drafter every round has no guesses, which is plain decoding.
 
 use std::time::{Duration, Instant};
 
 use super::sampler::Sampling;
-use super::session::step_of;
+use super::sequence::{Accepted, Chosen, Finish, Flow, Sequence, Task};
 use super::{Engine, Limits};
-use crate::error::{Error, Result};
-use crate::model::{Backend, Output, RowResult};
-use crate::spec::{
-    Guess, History, ModelDrafter, Policy, Proposer, RoundCost, SpeculationStats, is_accepted,
-    verify,
-};
+use crate::error::Result;
+use crate::model::{Backend, Step};
+use crate::spec::{ModelDrafter, Policy, Proposer, RoundCost, SpeculationStats};
 
 /// What to generate.
 #[derive(Debug, Clone)]
@@ -28,34 +25,6 @@ pub struct Request<'a> {
     pub keep_logits: bool,
     /// Guess ahead with the engine's drafter, if it has one. The text does not depend on it.
     pub speculate: bool,
-}
-
-/// Why the output ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Finish {
-    /// A stop token, or the caller found a stop string.
-    Stop,
-    /// `max_tokens`, or the context is full.
-    Length,
-}
-
-impl Finish {
-    /// The word that clients know.
-    pub fn word(self) -> &'static str {
-        match self {
-            Finish::Stop => "stop",
-            Finish::Length => "length",
-        }
-    }
-}
-
-/// Whether the caller wants more tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Flow {
-    /// Go on.
-    Continue,
-    /// End with [`Finish::Stop`].
-    Stop,
 }
 
 /// One round after the first token.
@@ -161,149 +130,50 @@ pub fn generate_on(
     policy: &mut Policy,
     mut on_token: impl FnMut(u32) -> Result<Flow>,
 ) -> Result<Generation> {
-    if request.prompt.is_empty() {
-        return Err(Error::input("the prompt is empty; give at least one token of text"));
+    let task = Task {
+        max_tokens: request.max_tokens,
+        sampling: request.sampling,
+        stop_ids: request.stop_ids.to_vec(),
+        ..Task::greedy(request.prompt.to_vec(), 0)
+    };
+    let mut run = Sequence::new(sequence, task, 0, (limits.context, limits.vocab_limit))?;
+    if request.keep_logits {
+        run = run.keep_logits();
     }
+    let mut on_token = |chosen: Chosen| on_token(chosen.token);
     let start = Instant::now();
-    let output = match request.keep_logits || request.sampling.needs_logits() {
-        true => Output::Logits,
-        false => Output::ArgMax,
-    };
-    let mut run = Run {
-        request,
-        vocabulary: limits.vocab_limit,
-        tokens: request.prompt.to_vec(),
-        ended: (request.max_tokens == 0).then_some(Finish::Length),
-        logits: Vec::new(),
-    };
-    let last = request.prompt.len() - 1;
-    // Tokens in the cache.
-    let mut cached = 0;
-    let mut results = Vec::new();
-    for (i, chunk) in request.prompt.chunks(limits.prefill_chunk).enumerate() {
-        let first = i * limits.prefill_chunk;
-        let wanted = |row: usize| match first + row == last || request.keep_logits {
-            true => output,
-            false => Output::None,
-        };
-        results = backend.step(step_of(sequence, cached, chunk, wanted))?;
-        cached += chunk.len();
+    while run.prompt_left() > 0 {
+        let count = run.prompt_left().min(limits.prefill_chunk);
+        let results = backend.step(Step { rows: run.prompt_rows(count).collect() })?;
+        run.ran_prompt(count, results)?;
         if policy.is_active() {
-            let history = History { sequence, tokens: request.prompt, cached };
-            proposer.follow(backend, history)?;
-        }
-        if cached < request.prompt.len() {
-            run.keep(results.drain(..));
+            proposer.follow(backend, run.history())?;
         }
     }
-    let prompt_result = results.pop();
-    run.keep(results.into_iter());
-    let Some(prompt_result) = prompt_result else {
-        return Err(Error::runtime("a step returned no result for its last row"));
-    };
-    if run.ended.is_none() {
-        run.choose(&prompt_result, &mut on_token)?;
-    }
-    run.keep([prompt_result].into_iter());
+    run.choose_first(&mut on_token)?;
     let time_to_first_token = start.elapsed();
 
     let mut rounds = Vec::new();
-    while run.ended.is_none() {
-        if cached == limits.context {
-            run.ended = Some(Finish::Length);
-            break;
-        }
-        let room = (request.max_tokens - run.generated() - 1).min(limits.context - cached - 1);
+    while run.ended().is_none() {
         let started = Instant::now();
-        let guesses: Vec<Guess> = match policy.choose().min(room) {
-            0 => Vec::new(),
-            count => {
-                let history = History { sequence, tokens: &run.tokens, cached };
-                // What the target never chooses is wrong, and may be no row of its embedding.
-                let possible = |guess: &Guess| (guess.token as usize) < limits.vocab_limit;
-                let guesses = proposer.propose(backend, history, count)?;
-                guesses.into_iter().take(count).take_while(possible).collect()
-            }
-        };
+        let count = policy.choose().min(run.room());
+        if count > 0 {
+            let guesses = proposer.propose(backend, run.history(), count)?;
+            run.guess(guesses, count);
+        }
         let draft = started.elapsed();
-        let pending = run.tokens[run.tokens.len() - 1];
-        let position = cached;
         let started = Instant::now();
-        let results = verify(backend, sequence, position, pending, &guesses, output)?;
+        let results = backend.step(Step { rows: run.round_rows().collect() })?;
         let verify = started.elapsed();
-
-        let mut round = Round { drafted: guesses.len(), accepted: 0, tokens: 0, draft, verify };
-        for (row, result) in results.into_iter().enumerate() {
-            cached += 1;
-            let chosen = run.choose(&result, &mut on_token)?;
-            run.keep([result].into_iter());
-            round.tokens += 1;
-            let accepted = is_accepted(&guesses, row, chosen);
-            round.accepted += usize::from(accepted);
-            if !accepted || run.ended.is_some() {
-                break;
-            }
-        }
-        // A round that the end cut short says nothing about the guesses behind.
-        if run.ended.is_none() {
-            let Round { drafted, accepted, .. } = round;
+        let Accepted { drafted, accepted, tokens, cut_short } =
+            run.accept(results, &mut on_token)?;
+        if !cut_short {
             let follows_draft = rounds.last().is_some_and(|last: &Round| last.drafted > 0);
             policy.observe(RoundCost { drafted, accepted, verify, draft, follows_draft });
         }
-        rounds.push(round);
+        rounds.push(Round { drafted, accepted, tokens, draft, verify });
     }
-    Ok(Generation {
-        finish: run.ended.unwrap_or(Finish::Length),
-        time_to_first_token,
-        rounds,
-        logits: run.logits,
-        tokens: run.tokens.split_off(request.prompt.len()),
-    })
-}
-
-/// The state of a generation: its tokens, and whether it has ended.
-struct Run<'a> {
-    request: &'a Request<'a>,
-    /// Ids from here on are never chosen.
-    vocabulary: usize,
-    /// Prompt and output.
-    tokens: Vec<u32>,
-    ended: Option<Finish>,
-    logits: Vec<Vec<f32>>,
-}
-
-impl Run<'_> {
-    fn generated(&self) -> usize {
-        self.tokens.len() - self.request.prompt.len()
-    }
-
-    fn keep(&mut self, results: impl Iterator<Item = RowResult>) {
-        if self.request.keep_logits {
-            self.logits.extend(results.map(|result| result.logits));
-        }
-    }
-
-    /// Chooses the next token from a row and applies the stop rules.
-    fn choose(
-        &mut self,
-        result: &RowResult,
-        on_token: &mut impl FnMut(u32) -> Result<Flow>,
-    ) -> Result<u32> {
-        let sampling = &self.request.sampling;
-        let token = match sampling.needs_logits() {
-            false => result.argmax,
-            true => {
-                let logits = &result.logits[..self.vocabulary.min(result.logits.len())];
-                sampling.choose(logits, &self.tokens, self.request.prompt.len())
-            }
-        };
-        self.tokens.push(token);
-        // The end token is part of the output, but not of the text that the caller builds.
-        if self.request.stop_ids.contains(&token) || on_token(token)? == Flow::Stop {
-            self.ended = Some(Finish::Stop);
-        } else if self.generated() == self.request.max_tokens {
-            self.ended = Some(Finish::Length);
-        }
-        Ok(token)
-    }
+    let finish = run.ended().unwrap_or(Finish::Length);
+    let (tokens, logits) = run.into_output();
+    Ok(Generation { tokens, finish, time_to_first_token, rounds, logits })
 }

@@ -18,9 +18,14 @@ pub fn check_fits(cache_bytes: usize, limits: &Limits) -> Result<()> {
     if cache_bytes <= available {
         return Ok(());
     }
+    // Only where it was asked for: not every command has the option.
+    let parallel = match limits.parallel {
+        1 => String::new(),
+        count => format!(" --parallel {count}"),
+    };
     Err(Error::input(format!(
-        "--context {} --tp {}: the KV cache takes {} MiB, {} MiB of memory are available, {} MiB \
-         short; lower one of the two",
+        "--context {} --tp {}{parallel}: the KV cache takes {} MiB, {} MiB of memory are \
+         available, {} MiB short; lower one of them",
         limits.context,
         limits.tp,
         cache_bytes / MIB,

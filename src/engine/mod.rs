@@ -3,22 +3,29 @@
 
 mod backends;
 mod check;
+mod door;
 mod drafting;
 mod generate;
 mod kernels;
 mod memory;
 mod output;
 mod sampler;
+mod scheduler;
+mod sequence;
 mod session;
+mod slots;
 mod text_model;
 
 pub use backends::{BackendChoice, DeviceUse};
 pub use check::{StageCheck, check_kernels};
+pub use door::{Door, Event, Refusal, Status, Ticket};
 pub use drafting::DraftChoice;
-pub use generate::{Finish, Flow, Generation, Request, Round, generate_on};
+pub use generate::{Generation, Request, Round, generate_on};
 pub use kernels::{ExchangeTimes, measure_exchanges, measure_kernels};
 pub use output::{OutputText, opens_reasoning};
-pub use sampler::Sampling;
+pub use sampler::{Sampling, TokenLogprobs};
+pub use scheduler::Scheduler;
+pub use sequence::{Accepted, Chosen, Finish, Flow, Sequence, Task};
 pub use session::Session;
 pub use text_model::TextModel;
 

@@ -91,29 +91,86 @@ impl Sampling {
         let mut candidates: Vec<(u32, f64)> =
             (0..).zip(logits).map(|(id, logit)| (id, weight(*logit))).collect();
         // The order of the cumulative sum is part of the result: likeliest first, ties by id.
-        candidates.sort_unstable_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-        if self.top_k > 0 {
+        let likelier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        if self.top_k > 0 && self.top_k < candidates.len() {
+            candidates.select_nth_unstable_by(self.top_k, likelier);
             candidates.truncate(self.top_k);
         }
-        let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
+        let uniform = uniform(self.seed, index as u64);
+        // Few tokens have nearly all of the probability, and to sort a whole vocabulary takes as
+        // long as a step.
+        if candidates.len() > SORTED_FIRST {
+            candidates.select_nth_unstable_by(SORTED_FIRST, likelier);
+            let (first, rest) = candidates.split_at_mut(SORTED_FIRST);
+            first.sort_unstable_by(likelier);
+            let behind = rest.iter().map(|(_, weight)| weight).sum();
+            if let Some(id) = self.draw(first, behind, uniform) {
+                return id;
+            }
+        }
+        candidates.sort_unstable_by(likelier);
+        self.draw(&candidates, 0.0, uniform).unwrap_or_else(|| argmax(logits))
+    }
+
+    /// Draws from `candidates`, likeliest first, behind which there are others of this weight
+    /// together; none if it takes those too.
+    fn draw(&self, candidates: &[(u32, f64)], behind: f64, uniform: f64) -> Option<u32> {
+        let all: f64 = candidates.iter().map(|(_, weight)| weight).sum::<f64>() + behind;
         let mut nucleus = 0.0;
         let reached = candidates.iter().position(|(_, weight)| {
             nucleus += weight;
-            nucleus >= f64::from(self.top_p) * total
+            self.top_p < 1.0 && nucleus >= f64::from(self.top_p) * all
         });
-        candidates.truncate(reached.map_or(candidates.len(), |last| last + 1));
         // The likeliest has weight 1.
-        candidates.retain(|(_, weight)| *weight >= f64::from(self.min_p));
-        let kept: f64 = candidates.iter().map(|(_, weight)| weight).sum();
-        let mut rest = uniform(self.seed, index as u64) * kept;
-        for (id, weight) in &candidates {
+        let likely = candidates.partition_point(|(_, weight)| *weight >= f64::from(self.min_p));
+        let kept = reached.map_or(candidates.len(), |last| last + 1).min(likely);
+        // Nothing cut it off, so what is behind counts, as far as a limit does not reach into it.
+        let open = kept == candidates.len() && reached.is_none() && behind > 0.0;
+        if open && (self.top_p < 1.0 || self.min_p > 0.0) {
+            return None;
+        }
+        let kept_weight: f64 = candidates[..kept].iter().map(|(_, weight)| weight).sum();
+        let mut rest = uniform * if open { all } else { kept_weight };
+        for (id, weight) in &candidates[..kept] {
             rest -= weight;
             if rest < 0.0 {
-                return *id;
+                return Some(*id);
             }
         }
         // Rounding can leave a sliver beyond the last weight.
-        candidates.last().map_or_else(|| argmax(logits), |(id, _)| *id)
+        if open { None } else { candidates[..kept].last().map(|(id, _)| *id) }
+    }
+}
+
+/// Candidates that are sorted before it is known whether more are needed.
+const SORTED_FIRST: usize = 1024;
+
+/// Log-probabilities at a position, of the model's own distribution: before temperature, penalties
+/// and limits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenLogprobs {
+    /// Of the token that was chosen.
+    pub logprob: f32,
+    /// The likeliest tokens with theirs, likeliest first, ties by id.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// The log-probability of `token`, and of the `top` likeliest tokens.
+pub(super) fn logprobs(logits: &[f32], token: u32, top: usize) -> TokenLogprobs {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|logit| f64::from(logit - max).exp()).sum();
+    let log_sum = f64::from(max) + sum.ln();
+    let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
+    let mut order: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
+    let likelier = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+    if top < order.len() {
+        order.select_nth_unstable_by(top, likelier);
+        order.truncate(top);
+    }
+    order.sort_unstable_by(likelier);
+    TokenLogprobs {
+        logprob: logits.get(token as usize).map_or(f32::NEG_INFINITY, |logit| logprob(*logit)),
+        top: order.into_iter().map(|(id, logit)| (id, logprob(logit))).collect(),
     }
 }
 
@@ -208,6 +265,28 @@ mod tests {
         let logits: Vec<f32> = (0..100).map(|i| (i % 10) as f32 / 10.0).collect();
         assert_eq!(hot(3).sample(&logits, 17), hot(3).sample(&logits, 17));
         assert_ne!(draws(hot(3), &logits, 50), draws(hot(4), &logits, 50));
+    }
+
+    /// Sorting only the likeliest first changes no draw, whatever the limits and the tail.
+    #[test]
+    fn a_large_vocabulary_is_drawn_from_as_if_it_were_sorted() {
+        let peaked: Vec<f32> = (0..6000).map(|i| ((i * 7919) % 6000) as f32 / 150.0).collect();
+        let flat: Vec<f32> = (0..6000).map(|i| ((i * 7919) % 6000) as f32 / 3000.0).collect();
+        let limits = [(1.0, 0, 0.0), (0.9, 0, 0.0), (0.5, 0, 0.0), (1.0, 2000, 0.0), (1.0, 0, 0.9)];
+        for logits in [peaked, flat] {
+            for (top_p, top_k, min_p) in limits {
+                let sampling = Sampling { top_p, top_k, min_p, ..hot(3) };
+                let max = logits.iter().copied().fold(f32::MIN, f32::max);
+                let mut sorted: Vec<(u32, f64)> =
+                    (0..).zip(&logits).map(|(id, l)| (id, f64::from(l - max).exp())).collect();
+                sorted.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+                sorted.truncate(if top_k > 0 { top_k } else { sorted.len() });
+                for index in 0..40 {
+                    let expected = sampling.draw(&sorted, 0.0, uniform(3, index));
+                    assert_eq!(Some(sampling.sample(&logits, index as usize)), expected);
+                }
+            }
+        }
     }
 
     #[test]

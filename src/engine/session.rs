@@ -50,21 +50,20 @@ impl Drop for Session {
     }
 }
 
-/// The step that runs `tokens` of a sequence from `position` on; `output` is told the row.
-pub(super) fn step_of(
+/// The rows of `tokens` of a sequence from `position` on; `output` is told the row.
+pub(super) fn rows_of(
     sequence: usize,
     position: usize,
     tokens: &[u32],
     output: impl Fn(usize) -> Output,
-) -> Step {
-    let row = |(i, token): (usize, &u32)| Row {
+) -> impl Iterator<Item = Row> {
+    tokens.iter().enumerate().map(move |(i, token)| Row {
         sequence,
         first: 0,
         position: position + i,
         token: *token,
         output: output(i),
-    };
-    Step { rows: tokens.iter().enumerate().map(row).collect() }
+    })
 }
 
 impl Engine {
@@ -118,8 +117,8 @@ impl Engine {
         let chunk_len = self.limits.prefill_chunk;
         for (chunk_index, chunk) in tokens.chunks(chunk_len).enumerate() {
             let first = chunk_index * chunk_len;
-            let step = step_of(session.sequence, session.len, chunk, |row| output(first + row));
-            let done = self.backend.step(step)?;
+            let rows = rows_of(session.sequence, session.len, chunk, |row| output(first + row));
+            let done = self.backend.step(Step { rows: rows.collect() })?;
             session.len += chunk.len();
             results.extend(done.into_iter().map(|r| RowResult { row: first + r.row, ..r }));
         }

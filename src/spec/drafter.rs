@@ -51,7 +51,7 @@ pub trait Proposer {
 const RESTART_POSITIONS: usize = 32;
 
 /// The drafter of the backend: an EAGLE-3 head or the MTP layer.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct ModelDrafter {
     /// The drafter's cache holds rows `first..next`, made from the target's features.
     first: usize,
@@ -59,6 +59,17 @@ pub struct ModelDrafter {
 }
 
 impl ModelDrafter {
+    /// Goes on with the first `cached` positions of a sequence whose slot held another one that
+    /// began with the same `cached` + 1 tokens: row t is made of token t + 1 as well. Features
+    /// behind them may be the other sequence's, so a drafter that had not come so far begins anew.
+    pub fn resume(&mut self, cached: usize) {
+        match self.next < cached {
+            true => (self.first, self.next) = (cached, cached),
+            false => self.next = cached,
+        }
+        self.first = self.first.min(self.next);
+    }
+
     /// Runs the rows that the target has confirmed, of the last `positions` at most, and drafts
     /// `count` tokens.
     fn catch_up(
@@ -187,6 +198,20 @@ mod tests {
         ModelDrafter::default().follow(&mut backend, history).expect("a draft");
         let asked = backend.asked.iter().map(|draft| (draft.first, draft.position));
         assert!(asked.eq([(90 - RESTART_POSITIONS, 90 - RESTART_POSITIONS), (0, 0)]));
+    }
+
+    #[test]
+    fn a_reused_slot_keeps_the_rows_of_the_common_prefix() {
+        let mut drafter = ModelDrafter::default();
+        ask(&mut drafter, 7, 2);
+        drafter.resume(4);
+        assert_eq!(ask(&mut drafter, 6, 1), [(0, 4, vec![5, 6])]);
+        // Rows 6..9 were never made, and their features are gone.
+        drafter.resume(9);
+        assert_eq!(ask(&mut drafter, 11, 1), [(9, 9, vec![10, 11])]);
+        // The cache began at 9; before it there is nothing to see.
+        drafter.resume(3);
+        assert_eq!(ask(&mut drafter, 5, 1), [(3, 3, vec![4, 5])]);
     }
 
     #[test]

@@ -21,24 +21,19 @@ pub use drafter::{Guess, History, ModelDrafter, Proposer};
 pub use policy::{AdaptivePolicy, Policy, RoundCost};
 pub use stats::SpeculationStats;
 
-use crate::error::Result;
-use crate::model::{Backend, Output, Row, RowResult, Step};
+use crate::model::{Output, Row};
 
-/// Runs the rows of a round: the pending token and the guesses behind it.
-///
-/// # Errors
-/// As [`Backend::step`].
-pub fn verify(
-    backend: &mut dyn Backend,
+/// The rows of a round's verify step: the pending token at `position` and the guesses behind it.
+pub fn verify_rows(
     sequence: usize,
     position: usize,
     pending: u32,
     guesses: &[Guess],
     output: Output,
-) -> Result<Vec<RowResult>> {
+) -> impl Iterator<Item = Row> {
     let tokens = std::iter::once(pending).chain(guesses.iter().map(|guess| guess.token));
-    let row = |(i, token)| Row { sequence, first: 0, position: position + i, token, output };
-    backend.step(Step { rows: tokens.enumerate().map(row).collect() })
+    let row = move |(i, token)| Row { sequence, first: 0, position: position + i, token, output };
+    tokens.enumerate().map(row)
 }
 
 /// Whether row `row`'s successor had the right input: `chosen` is what the target chose there.

@@ -2,7 +2,8 @@
 //!
 //! On the way in, [`ChatTemplate`] renders messages to a [`Prompt`] and [`Tokenizer`] turns it into
 //! ids. On the way out, [`Detokenizer`] turns ids into text as they arrive, [`StopStrings`] ends
-//! the text at a stop string, and [`ReasoningSplitter`] tells reasoning from answer.
+//! the text at a stop string, [`ReasoningSplitter`] tells reasoning from answer, and
+//! [`ToolCallParser`] tool calls from text.
 //! [`GenerationConfig`] holds what the checkpoint says about sampling and stopping.
 
 mod added_tokens;
@@ -15,6 +16,7 @@ mod stop;
 mod template;
 mod token_bytes;
 mod tokenizer;
+mod tool_calls;
 
 pub use detokenize::Detokenizer;
 pub use generation::GenerationConfig;
@@ -23,3 +25,4 @@ pub use reasoning::{ReasoningSplitter, SplitText};
 pub use stop::{Released, StopStrings};
 pub use template::{ChatTemplate, TemplateOptions};
 pub use tokenizer::Tokenizer;
+pub use tool_calls::{ToolCallParser, ToolPart};
