@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP, 3) expert_down_8
             hidden, width, count);
 }
 
-extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP) expert_down_16(
+extern "C" __global__ void __launch_bounds__(DOWN_WARPS * WARP, 2) expert_down_16(
     const __grid_constant__ DownExperts experts, const __grid_constant__ Matrix shared_down,
     const Routing* routing, int number, int used, const half* activations,
     const half* shared_activations, float* partial, int hidden, int width, int count

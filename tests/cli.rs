@@ -116,6 +116,8 @@ fn bad_usage_is_one_line_and_exit_code_2() {
         (&["serve", "--queue", "0"], &["--queue 0"]),
         (&["serve", "--api-key", ""], &["--api-key"]),
         (&["verify", "--model", "/dev/null/none"], &["/dev/null/none"]),
+        (&["bench", "--card-bandwidth", "1.5"], &["--card-bandwidth", "--rank-slice"]),
+        (&["bench", "--rank-slice", "0/8", "--reduce-us", "0"], &["--reduce-us 0", "positive"]),
         (&["bench", "--runs", "0"], &["--runs"]),
         (&["bench", "--runs", "100"], &["--runs 100", "--prompts"]),
         (&["bench", "--max-tokens", "1"], &["--max-tokens"]),

@@ -4,6 +4,7 @@
 use serde_json::{Map, Value, json};
 
 use super::measure::{Divergence, Measured, Mode, Plan, Run};
+use super::projection::{Cards, Work, projection};
 use super::statistics::{Interval, median_interval, percentile};
 use crate::engine::{Engine, ExpertSplit};
 use crate::spec::{Policy, SpeculationStats};
@@ -18,6 +19,8 @@ pub struct Settings {
     pub model: String,
     /// `--draft-tokens` as given.
     pub draft_tokens: String,
+    /// The cards that one rank's steps are projected to.
+    pub cards: Cards,
 }
 
 /// Everything that a report is made of.
@@ -57,6 +60,9 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
         Policy::Adaptive(policy) => policy.switched_off().map(str::to_owned),
         Policy::Fixed(_) => None,
     };
+    let steps = step_ms_by_rows(measured);
+    let projected = work_of(engine)
+        .map(|(work, ranks)| projection(&work, &settings.cards, ranks, &summary, &steps));
     json!({
         "schema": SCHEMA,
         "talon": { "version": env!("CARGO_PKG_VERSION"), "commit": env!("TALON_COMMIT") },
@@ -74,6 +80,7 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
             "weight_bytes": device.weight_bytes,
             "cache_bytes": device.cache_bytes,
             "step_bytes": device.step_bytes,
+            "expert_bytes": device.expert_bytes,
             "launches": device.launches,
             "read_roof": device.read_roof,
         })),
@@ -95,10 +102,26 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
         },
         "runs": all.iter().map(|run| run_json(run)).collect::<Vec<Value>>(),
         "summary": summary,
-        "step_ms_by_rows": step_ms_by_rows(measured),
+        "step_ms_by_rows": steps,
+        "projection": projected,
         "sweep": sweep(measured),
         "drafter_switched_off": switched_off,
     })
+}
+
+/// What one rank of several does in a step, and how many they are; `None` where all of them ran, or
+/// where nothing tells how fast the device reads.
+fn work_of(engine: &Engine) -> Option<(Work, usize)> {
+    let (device, config) = (engine.device_use()?, engine.config());
+    let work = Work {
+        step_bytes: device.step_bytes as f64,
+        expert_bytes: device.expert_bytes as f64,
+        experts: config.n_routed_experts as f64,
+        experts_used: config.num_experts_per_tok as f64,
+        roof: device.read_roof?,
+        exchanges: (2 * config.num_hidden_layers + 1) as f64,
+    };
+    Some((work, engine.rank_slice()?.of))
 }
 
 /// Baseline, speculative and their ratio over a set of runs.

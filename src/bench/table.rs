@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
+use super::projection::projection_lines;
 use super::verdict::{Verdict, classes, few_pairs};
 
 /// The table of a report.
@@ -41,7 +42,7 @@ pub fn table(report: &Value) -> String {
     if let Some(sweep) = report["sweep"].as_array().filter(|sweep| !sweep.is_empty()) {
         let _ = write_sweep(&mut text, sweep);
     }
-    text
+    text + &projection_lines(&report["projection"])
 }
 
 /// What a plain step reads of the device's memory, and how fast.

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::model_options::{DraftOptions, GpuOptions, ModelOptions};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json, write_text};
-use crate::bench::{self, Plan, Prompt, RunContext, Settings};
+use crate::bench::{self, Cards, Plan, Prompt, RunContext, Settings};
 use crate::doctor;
 use crate::error::{Error, Result};
 
@@ -120,6 +120,16 @@ pub struct BenchCommand {
     #[argh(option, arg_name = "r/n")]
     rank_slice: Option<String>,
 
+    /// with --rank-slice: TB/s that a card of the box reads to which its steps are projected (default:
+    /// 1.64, RTX PRO 6000)
+    #[argh(option, arg_name = "tb/s")]
+    card_bandwidth: Option<f64>,
+
+    /// with --rank-slice: microseconds of one exchange between the cards (default: published times of
+    /// 8 cards by rows)
+    #[argh(option, arg_name = "us")]
+    reduce_us: Option<f64>,
+
     /// tensor-parallel ranks: 1, 2, 4 or 8 (default: one for each GPU; 1 on the CPU)
     #[argh(option, arg_name = "n")]
     tp: Option<usize>,
@@ -176,6 +186,7 @@ impl BenchCommand {
                 "--simulate-acceptance: expected 1 to 8 tokens a step, the target's own included",
             ));
         }
+        let cards = self.cards()?;
         self.check_targets()?;
         let model = ModelOptions {
             model: &self.model,
@@ -209,7 +220,7 @@ impl BenchCommand {
         progress.finish();
 
         let settings =
-            Settings { model: self.model.clone(), draft_tokens: self.draft_tokens.clone() };
+            Settings { model: self.model.clone(), draft_tokens: self.draft_tokens.clone(), cards };
         let context = RunContext {
             engine: &engine,
             plan: &plan,
@@ -280,6 +291,8 @@ impl BenchCommand {
             ("--experts", self.experts != unset.experts),
             ("--requalify", self.requalify),
             ("--rank-slice", self.rank_slice != unset.rank_slice),
+            ("--card-bandwidth", self.card_bandwidth.is_some()),
+            ("--reduce-us", self.reduce_us.is_some()),
             ("--tp", self.tp != unset.tp),
             ("--context", self.context != unset.context),
             ("--prefill-chunk", self.prefill_chunk != unset.prefill_chunk),
@@ -287,6 +300,26 @@ impl BenchCommand {
             ("--ignore-index", self.ignore_index),
         ];
         options.into_iter().filter(|(_, given)| *given).map(|(name, _)| name).collect()
+    }
+
+    /// The cards to project to.
+    fn cards(&self) -> Result<Cards> {
+        for (option, value) in
+            [("--card-bandwidth", self.card_bandwidth), ("--reduce-us", self.reduce_us)]
+        {
+            let Some(value) = value else { continue };
+            if self.rank_slice.is_none() {
+                return Err(Error::input(format!(
+                    "{option}: only the steps of one rank are projected; give --rank-slice too"
+                )));
+            }
+            if !value.is_finite() || value <= 0.0 {
+                return Err(Error::input(format!("{option} {value}: expected a positive number")));
+            }
+        }
+        let default = Cards::default();
+        let bandwidth = self.card_bandwidth.map_or(default.bandwidth, |tb| tb * 1e12);
+        Ok(Cards { bandwidth, reduce_us: self.reduce_us })
     }
 
     /// A bad path should fail now, not after the measurement.

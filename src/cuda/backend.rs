@@ -170,6 +170,11 @@ impl CudaBackend {
         self.loaded.step_bytes
     }
 
+    /// What one more routed expert adds to [`CudaBackend::step_bytes`], in all layers.
+    pub fn expert_bytes(&self) -> usize {
+        self.loaded.expert_bytes
+    }
+
     /// Bytes a second of plain reads on the first rank's device, where the model is large enough to
     /// tell.
     pub fn read_roof(&self) -> Option<f64> {

@@ -27,6 +27,8 @@ pub const ROUTING_BYTES: usize =
 pub const MAX_SPLITS_OF_LIST: usize = 128;
 /// Largest rank that `norm_latents` takes.
 pub const MAX_LATENT: usize = 8 * 512;
+/// Longest index key of `score_keys`.
+pub const MAX_INDEX_DIM: usize = 4 * 32;
 /// Largest hidden size of `reduce_norm`.
 pub const MAX_HIDDEN: usize = 16 * 1024;
 

@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::fabric::Fabric;
 use super::kernel_set::KernelSet;
-use super::layout::{MAX_EXPERTS, MAX_HIDDEN, MAX_LATENT, MAX_SPLITS_OF_LIST, MAX_USED, SPLIT};
+use super::layout::{
+    MAX_EXPERTS, MAX_HIDDEN, MAX_INDEX_DIM, MAX_LATENT, MAX_SPLITS_OF_LIST, MAX_USED, SPLIT,
+};
 use super::places::Places;
 use super::plan::{Buffers, MemoryPlan, Sizes};
 use super::stages::{HostPlaces, Recorder};
@@ -211,6 +213,7 @@ fn check_shape(config: &ModelConfig) -> Result<()> {
         ("q_lora_rank", config.q_lora_rank, MAX_LATENT),
         ("kv_lora_rank", config.kv_lora_rank, MAX_LATENT),
         ("index_topk", config.index_topk, MAX_SPLITS_OF_LIST * SPLIT),
+        ("index_head_dim", config.index_head_dim, MAX_INDEX_DIM),
     ]);
     for (name, value, limit) in limits {
         if value > limit {

@@ -25,6 +25,8 @@ pub struct Loaded {
     pub plan: MemoryPlan,
     /// Bytes of weights that a step of one row reads.
     pub step_bytes: usize,
+    /// What one more routed expert adds to them, in all layers.
+    pub expert_bytes: usize,
     /// Launches of such a step.
     pub launches: usize,
     /// Bytes a second of plain reads, if there is enough to read.
@@ -38,9 +40,12 @@ impl Loaded {
     /// Runtime error if the device fails.
     pub fn of(runner: &Runner) -> Result<Self> {
         let rank = &runner.ranks()[0];
+        let used = rank.config.num_experts_per_tok;
+        let step_bytes = rank.weights.step_bytes(used);
         Ok(Self {
             plan: rank.plan,
-            step_bytes: rank.weights.step_bytes(rank.config.num_experts_per_tok),
+            step_bytes,
+            expert_bytes: rank.weights.step_bytes(used + 1) - step_bytes,
             launches: runner.launches(),
             read_roof: read_roof(rank)?,
         })

@@ -19,6 +19,8 @@ use crate::model::{Norm, RowResult, Stages, Step};
 const K_NORM_EPS: f32 = 1e-6;
 /// Positions that a block of `score_keys` takes.
 const SCORED: usize = 128;
+/// Blocks of a row in `select_keys`, which are one cluster.
+const SELECT_BLOCKS: usize = 8;
 /// Warps that share a tile in `absorb_queries` and `project_values`.
 const ABSORB_WARPS: usize = 2;
 const VALUE_WARPS: usize = 4;
@@ -310,8 +312,8 @@ impl Stages for Recorder<'_> {
         let (rank, buffers) = (self.rank, &self.rank.buffers);
         self.launch(
             &rank.kernels.select_keys,
-            [self.rows, 1, 1],
-            1024,
+            [SELECT_BLOCKS, self.rows, 1],
+            512,
             0,
             &[
                 buffers.rows.into(),

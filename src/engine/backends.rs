@@ -34,6 +34,8 @@ pub struct DeviceUse {
     pub cache_bytes: usize,
     /// Bytes of weights that a step of one row reads.
     pub step_bytes: usize,
+    /// What one more routed expert adds to them, in all layers.
+    pub expert_bytes: usize,
     /// Launches of a step of one row.
     pub launches: usize,
     /// Bytes a second of plain reads, measured at this load; `None` for a model too small to tell.
@@ -185,6 +187,7 @@ fn start_cuda(
         weight_bytes: plan.weights,
         cache_bytes: plan.caches_and_buffers,
         step_bytes: backend.step_bytes(),
+        expert_bytes: backend.expert_bytes(),
         launches: backend.launches(),
         read_roof: backend.read_roof(),
     };
