@@ -12,7 +12,7 @@ use super::rank_thread::Loaded;
 use super::runner::{BUCKETS, Runner};
 use super::{Device, MemoryPlan, driver_summary};
 use crate::comm::{
-    Choice, Plan, Qualified, Variant, check_choice, load_choice, qualify, store_choice,
+    Breadcrumb, Choice, Plan, Qualified, Variant, check_choice, load_choice, qualify, store_choice,
 };
 use crate::error::{Error, Result};
 use crate::model::{Backend, Draft, Drafted, ModelConfig, ModelParams, RowResult, Step};
@@ -221,6 +221,16 @@ fn qualified(fabric: &mut Fabric, ranks: &RanksOptions) -> Result<Choice> {
     let plan = Plan { rows: &BUCKETS, hidden, known_sums: KNOWN_SUMS, timed: TIMED };
     let fingerprint = fingerprint(fabric)?;
     let mut links = DeviceLinks::new(fabric, ranks.copies_lie)?;
+    if !ranks.requalify && Breadcrumb::is_there(&fingerprint) {
+        log::warn!(
+            "an earlier start ended while it tested the links between these GPUs, so nothing goes from \
+             GPU to GPU now, which is slow; --requalify tests them again"
+        );
+        let choice = Choice::only(Variant::Staged);
+        check_choice(&mut links, &choice, &Plan { known_sums: 1, ..plan })?;
+        return Ok(choice);
+    }
+    let _breadcrumb = Breadcrumb::leave(&fingerprint);
     if !ranks.requalify
         && let Some(choice) = load_choice(&fingerprint)
     {

@@ -60,13 +60,13 @@ pub fn measure_nccl(
     if shares_a_device(devices) {
         return Err(Error::runtime("several ranks share a GPU, and NCCL takes each GPU once"));
     }
-    let library = Library::load(&library_name())?;
-    let version = library.version()?;
+    let nccl = Library::load(&library_name())?;
+    let version = nccl.version()?;
     let devices = devices.to_vec();
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let tell = |result| drop(sender.send(result)); // nobody listens after a time-out
-        match Ranks::start(&library, &devices) {
+        match Ranks::start(&nccl, &devices) {
             Ok(ranks) => ranks.measure(count.clamp(1, MOST_TIMED), &tell),
             Err(error) => tell(Err(error)),
         }
@@ -253,23 +253,23 @@ fn most_values() -> usize {
 
 /// All ranks, driven by one thread.
 struct Ranks<'a> {
-    library: &'a Library,
+    nccl: &'a Library,
     comms: Vec<Comm>,
     ranks: Vec<Rank>,
 }
 
 impl<'a> Ranks<'a> {
-    fn start(library: &'a Library, devices: &[usize]) -> Result<Self> {
+    fn start(nccl: &'a Library, devices: &[usize]) -> Result<Self> {
         let ranks = devices.iter().map(|device| Rank::new(*device)).collect::<Result<Vec<_>>>()?;
         // They fit: the driver has opened them.
         let ordinals: Vec<c_int> = devices.iter().map(|device| *device as c_int).collect();
         let mut comms = vec![std::ptr::null_mut(); ordinals.len()];
         // SAFETY: reads as many numbers and writes as many handles as there are.
         let result = unsafe {
-            (library.comm_init_all)(comms.as_mut_ptr(), ordinals.len() as c_int, ordinals.as_ptr())
+            (nccl.comm_init_all)(comms.as_mut_ptr(), ordinals.len() as c_int, ordinals.as_ptr())
         };
-        library.check(result, "ncclCommInitAll")?;
-        Ok(Self { library, comms, ranks })
+        nccl.check(result, "ncclCommInitAll")?;
+        Ok(Self { nccl, comms, ranks })
     }
 
     /// Tells each size's times, or the first failure.
@@ -322,10 +322,10 @@ impl<'a> Ranks<'a> {
     /// Puts one all-reduce into the streams of all ranks.
     fn all_reduce(&self, values: usize) -> Result<()> {
         // SAFETY: no arguments; the group ends below, whatever fails between.
-        self.library.check(unsafe { (self.library.group_start)() }, "ncclGroupStart")?;
+        self.nccl.check(unsafe { (self.nccl.group_start)() }, "ncclGroupStart")?;
         let put_in = self.put_in(values);
         // SAFETY: a group has begun on this thread; all that its calls were given lives on.
-        let ended = self.library.check(unsafe { (self.library.group_end)() }, "ncclGroupEnd");
+        let ended = self.nccl.check(unsafe { (self.nccl.group_end)() }, "ncclGroupEnd");
         put_in.and(ended)
     }
 
@@ -334,7 +334,7 @@ impl<'a> Ranks<'a> {
             // SAFETY: both addresses have room for the largest size on the communicator's device,
             // and the stream is that device's.
             let result = unsafe {
-                (self.library.all_reduce)(
+                (self.nccl.all_reduce)(
                     rank.ones as *const c_void,
                     rank.sums as *mut c_void,
                     values,
@@ -344,7 +344,7 @@ impl<'a> Ranks<'a> {
                     rank.stream.handle(),
                 )
             };
-            self.library.check(result, "ncclAllReduce")?;
+            self.nccl.check(result, "ncclAllReduce")?;
         }
         Ok(())
     }
@@ -375,8 +375,8 @@ impl Drop for Ranks<'_> {
     fn drop(&mut self) {
         for comm in &self.comms {
             // SAFETY: made in `start` and destroyed only here; streams and buffers go after it.
-            let result = unsafe { (self.library.comm_destroy)(*comm) };
-            if let Err(error) = self.library.check(result, "ncclCommDestroy") {
+            let result = unsafe { (self.nccl.comm_destroy)(*comm) };
+            if let Err(error) = self.nccl.check(result, "ncclCommDestroy") {
                 log::debug!("{error}");
             }
         }
