@@ -62,6 +62,8 @@ struct Watched {
     id: u64,
     client: SocketAddr,
     gone: Arc<AtomicBool>,
+    /// A list that was begun before says nothing of it: its client's port may have been another's.
+    since: Instant,
     /// Readings in a row that did not list it.
     misses: usize,
 }
@@ -124,7 +126,8 @@ impl Watcher {
     /// Sets `gone` when the client closes its connection.
     pub fn watch(&self, client: SocketAddr, gone: Arc<AtomicBool>) -> Watch {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.shared.watched().push(Watched { id, client: canonical(client), gone, misses: 0 });
+        let (client, since) = (canonical(client), Instant::now());
+        self.shared.watched().push(Watched { id, client, gone, since, misses: 0 });
         // Without the thread, failing writes still tell.
         let _ = self.news.send(News::Watched);
         Watch { shared: self.shared.clone(), id }
@@ -149,7 +152,7 @@ fn watch(shared: &Shared, news: &Receiver<News>, server: SocketAddr) {
                 rest = INTERVAL.max(looked.elapsed() * MOST_OF_TIME);
                 let mut watched = shared.watched();
                 if !connections.is_empty() {
-                    watched.iter_mut().for_each(|w| w.look(connections.get(&w.client)));
+                    judge(&mut watched, &connections, looked);
                 }
                 let idle = watched.is_empty();
                 drop(watched);
@@ -161,6 +164,12 @@ fn watch(shared: &Shared, news: &Receiver<News>, server: SocketAddr) {
             }
         }
     }
+}
+
+/// Looks for all watched connections in a list whose reading began at `begun`.
+fn judge(watched: &mut [Watched], connections: &HashMap<SocketAddr, Seen>, begun: Instant) {
+    let known = watched.iter_mut().filter(|watched| watched.since < begun);
+    known.for_each(|watched| watched.look(connections.get(&watched.client)));
 }
 
 impl Watched {
@@ -251,6 +260,29 @@ mod tests {
         for bad in ["", ":", "01:1", "0100007F", "zz00007F:1F40", "é:1"] {
             assert_eq!(address(bad), None);
         }
+    }
+
+    /// A port that one client has left is soon another's: under load, a list that was being read when
+    /// the other's request came ended that request.
+    #[test]
+    fn a_list_from_before_a_request_says_nothing_of_it() {
+        let client: SocketAddr = "127.0.0.1:40000".parse().expect("an address");
+        let begun = Instant::now();
+        let mut watched = [Watched {
+            id: 0,
+            client,
+            gone: Arc::default(),
+            since: begun + Duration::from_millis(1),
+            misses: 0,
+        }];
+        let closed = HashMap::from([(client, Seen::default())]);
+        for _ in 0..3 {
+            judge(&mut watched, &closed, begun);
+            judge(&mut watched, &HashMap::new(), begun);
+        }
+        assert!(!watched[0].gone.load(Ordering::SeqCst));
+        judge(&mut watched, &closed, begun + Duration::from_millis(2));
+        assert!(watched[0].gone.load(Ordering::SeqCst));
     }
 
     #[test]
