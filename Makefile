@@ -8,7 +8,7 @@ CUDA := .toolchain/cuda
 CUDA_RELEASE := 13.0.*
 CUDA_PACKAGES := $(foreach part,cuda-nvcc nvvm cuda-crt cuda-runtime cuda-cccl,"nvidia-$(part)==$(CUDA_RELEASE)")
 
-.PHONY: help demo test build bench load lint soak deny toolchain nextest clients clean
+.PHONY: help demo test build bench load emulator lint soak deny toolchain nextest clients clean
 
 # The Python clients that tests/http_clients.rs runs.
 CLIENTS := .toolchain/python
@@ -40,6 +40,9 @@ bench: build ## the figures of docs/measurements.md: decode rates, speculation, 
 
 load: build ## the load figures of docs/measurements.md: requests/s and time to the first token of talon serve
 	python3 tests/clients/load.py $(BINARY)
+
+emulator: toolchain ## a libcuda that runs the kernels on the CPU (tests/emulator/README.md)
+	tests/emulator/build.sh target/emulator
 
 lint: toolchain ## format and lints, as CI checks them
 	$(CARGO) fmt --all --check

@@ -26,25 +26,6 @@ __device__ __forceinline__ int selected_count(const Row& row, int top_k) {
     return min(row.visible(), top_k);
 }
 
-__device__ __forceinline__ void load_matrices(
-    uint32_t address, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d
-) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_transposed(
-    uint32_t address, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d
-) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_two(uint32_t address, uint32_t& a, uint32_t& b) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
-                 : "=r"(a), "=r"(b) : "r"(address) : "memory");
-}
-
 // grid: (splits, rows, heads / 8). queries: [MAX_ROWS][heads][kv_rank + rope]; selected:
 // [MAX_ROWS][top_k]; parts: [MAX_ROWS][splits][heads][kv_rank] sums; bounds: [MAX_ROWS][splits]
 // [heads] of (maximum, sum of the exponentials).
@@ -54,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attend(
     const int* selected, float* parts, float2* bounds
 ) {
     release_consumer();
-    extern __shared__ __align__(128) uint8_t shared[];
+    uint8_t* shared = dynamic_shared<uint8_t>();
     __shared__ float scores[2][HEADS][SPLIT];
     __shared__ __align__(16) half probabilities[HEADS][SPLIT + 8];
     const Row row = rows[blockIdx.y];

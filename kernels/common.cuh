@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include <ptx.cuh>
+
 // Activations between stages are f16, whose 11 bits keep a row's routing close to that of f32; bf16
 // has 8. Norms keep them small; what may grow (SwiGLU) is stored times ACTIVATION_SCALE, which
 // the scales of the down projections make good (cuda/places.rs).
@@ -52,41 +54,6 @@ __device__ __forceinline__ float sum_splits(const float* first, size_t pitch, in
     return sum;
 }
 
-// Programmatic dependent launch. A kernel starts while the one before it still runs; until this
-// call it may read only what no kernel of the step writes: weights, and the step's rows.
-__device__ __forceinline__ void wait_for_producer() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Lets the next kernel start as soon as all blocks of this one have called it. Called first: the
-// next kernel then has its weights under way when this one ends.
-__device__ __forceinline__ void release_consumer() {
-    asm volatile("griddepcontrol.launch_dependents;");
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Asynchronous copies to shared memory; the bytes are visible to the thread that asked for them.
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most `pending` groups of copies are under way.
-template <int pending>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
 // Weights that a later kernel reads; 0 bytes for none.
 struct Ahead {
     const uint8_t* from;
@@ -101,24 +68,8 @@ __device__ __forceinline__ void prefetch(const Ahead& ahead) {
     const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     const unsigned pieces = ahead.bytes / PIECE;
     for (unsigned i = block + threadIdx.x * blocks; i < pieces; i += blocks * blockDim.x) {
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                         ahead.from + static_cast<size_t>(i) * PIECE),
-                     "r"(PIECE));
+        prefetch_to_l2(ahead.from + static_cast<size_t>(i) * PIECE, PIECE);
     }
-}
-
-// d += a b, a: 16 x 16, b: 16 x 8. Lane (g, q) = (lane / 4, lane % 4) holds
-// a0 = (g; 2q, 2q+1), a1 = (g+8; same), a2 = (g; 2q+8, 2q+9), a3 = (g+8; same),
-// b0 = (2q, 2q+1; g), b1 = (2q+8, 2q+9; g), d0, d1 = (g; 2q, 2q+1), d2, d3 = (g+8; same).
-__device__ __forceinline__ void mma(
-    float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1
-) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)
-    );
 }
 
 __device__ __forceinline__ float warp_sum(float value) {

@@ -71,35 +71,6 @@ struct Exchange {
     int shared_device;
 };
 
-__device__ __forceinline__ unsigned long long now_ns() {
-    unsigned long long ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-}
-
-// Loads and stores that other devices see; each 32-bit word arrives as a whole, in any order.
-__device__ __forceinline__ uint4 load_system(const void* from) {
-    uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_system(void* to, uint4 v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};"
-                 ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-__device__ __forceinline__ unsigned long long load_system_64(const void* from) {
-    unsigned long long v;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_system_64(void* to, unsigned long long v) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
-}
-
 // A word that has not arrived: a NaN that no sum gives, as `to_packet` takes it out of the data.
 constexpr unsigned EMPTY = 0xFFFFFFFF;
 

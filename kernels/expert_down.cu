@@ -93,7 +93,7 @@ __device__ __forceinline__ void run_experts(
         reinterpret_cast<uint4*>(&routing)[i] = reinterpret_cast<const uint4*>(all)[i];
     }
     // Without the warps of the shared expert, which are at their own work.
-    asm volatile("bar.sync 1, %0;" ::"n"(EXPERT_WARPS * WARP) : "memory");
+    second_barrier<EXPERT_WARPS * WARP>();
     int expert = 0, unit = 0, at = warp;
     float global = 0;
     float acc[NB][4] = {};
@@ -211,7 +211,7 @@ __device__ __forceinline__ void down(
     int count
 ) {
     release_consumer();
-    extern __shared__ __align__(128) uint8_t shared[];
+    uint8_t* shared = dynamic_shared<uint8_t>();
     __shared__ Routing routing;
     __shared__ float globals[MAX_EXPERTS];
     // No more than the warps of the experts have threads.

@@ -124,7 +124,7 @@ __device__ __forceinline__ void gate_up(
     int used, int width, const Ahead& ahead, int count
 ) {
     release_consumer();
-    extern __shared__ __align__(128) uint8_t shared[];
+    uint8_t* shared = dynamic_shared<uint8_t>();
     __shared__ LinearResults<NB> results[2];
     prefetch(ahead);
     wait_for_producer();

@@ -59,12 +59,6 @@ struct Globals {
     float up;
 };
 
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-    uint32_t product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-    return product;
-}
-
 // An E4M3 scale s (never negative) as two f16 of s * 2^7. Its bits at 13..7 of an f16 make s * 2^-8,
 // subnormals included; a factor of 2^15 follows.
 __device__ __forceinline__ uint32_t nvfp4_scale(uint32_t e4m3) {

@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm_latents(
 ) {
     release_consumer();
     __shared__ float scratch[NORM_THREADS / WARP];
-    extern __shared__ float values[];
+    float* values = dynamic_shared<float>();
     const int row = blockIdx.x;
     const Row place = rows[row];
     const size_t entry = static_cast<size_t>(place.sequence) * l.context + place.position;

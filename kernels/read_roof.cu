@@ -19,9 +19,7 @@ extern "C" __global__ void __launch_bounds__(READ_THREADS) read_roof(
         for (int k = 0; k < UNDER_WAY; k++) {
             value[k] = make_uint4(~0u, ~0u, ~0u, ~0u);
             if (i + k * threads < count) {
-                asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(value[k].x), "=r"(value[k].y), "=r"(value[k].z), "=r"(value[k].w)
-                             : "l"(from + i + k * threads));
+                value[k] = load_once(from + i + k * threads);
             }
         }
 #pragma unroll

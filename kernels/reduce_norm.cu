@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_and_norm(
     const Collective<INJECT>& c, const Rows& x, int row, Sum sum_of
 ) {
     __shared__ float scratch[EXCHANGE_THREADS / WARP];
-    extern __shared__ float4 values[];
+    float4* values = dynamic_shared<float4>();
     const size_t first = static_cast<size_t>(row) * x.hidden;
     const int groups = x.hidden / 4;
     float squares = 0;

@@ -113,16 +113,9 @@ struct Ring {
     // The next slot's codes, once they are there. The slot is free for `refill` then.
     __device__ __forceinline__ void take(uint4& first, uint4& second, uint2& scales) {
         wait_for_copies<DEPTH - 1>();
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(first.x), "=r"(first.y), "=r"(first.z), "=r"(first.w)
-                     : "r"(oldest) : "memory");
-        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(second.x), "=r"(second.y), "=r"(second.z), "=r"(second.w)
-                     : "r"(oldest + SLOT_CODES / 2) : "memory");
-        if (format == NVFP4) {
-            asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
-                         : "=r"(scales.x), "=r"(scales.y) : "r"(oldest + to_scales) : "memory");
-        }
+        first = load_shared_16(oldest);
+        second = load_shared_16(oldest + SLOT_CODES / 2);
+        if (format == NVFP4) scales = load_shared_8(oldest + to_scales);
     }
 
     // Copies the slot that is DEPTH behind part `part` to where that part was.
@@ -311,7 +304,7 @@ __device__ __forceinline__ void linear(
     const Matrix& w, int first_tile, int split, int splits, const half* x, int stride, int rows,
     Finish finish
 ) {
-    extern __shared__ __align__(128) uint8_t shared[];
+    uint8_t* shared = dynamic_shared<uint8_t>();
     __shared__ LinearResults<NB> results;
     switch (w.format) {
         case F16:
