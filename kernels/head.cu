@@ -1,4 +1,5 @@
 // Stage `head`: lm_head, and the arg-max over the ranks' parts of the vocabulary.
+#include "best.cuh"
 #include "exchange.cuh"
 #include "tile.cuh"
 
@@ -31,11 +32,6 @@ extern "C" __global__ void __launch_bounds__(LINEAR_THREADS) head_16(
 
 constexpr int ARGMAX_THREADS = 1024;
 
-struct Best {
-    int id;
-    float logit;
-};
-
 // What the host reads of a row: all ranks say the same, or what went between them was damaged.
 struct Result {
     Best best;
@@ -56,23 +52,6 @@ struct Part {
     Best* own;
     Result* results;
 };
-
-// Ties: the lower id. A NaN never wins, and a row of NaN keeps -infinity.
-__device__ __forceinline__ bool better(Best a, Best b) {
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-}
-
-__device__ __forceinline__ Best best_of_warp(Best best) {
-    for (int step = 16; step > 0; step /= 2) {
-        const Best other{
-            __shfl_xor_sync(~0u, best.id, step), __shfl_xor_sync(~0u, best.logit, step)
-        };
-        if (better(other, best)) best = other;
-    }
-    return best;
-}
-
-constexpr Best NONE{0x7FFFFFFF, -INFINITY};
 
 // In the first warp.
 __device__ __forceinline__ Best best_of_row(const Part& part, int row) {

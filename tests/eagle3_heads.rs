@@ -3,86 +3,24 @@
 //! that does not fit is refused. The reference's README shows how far each known mis-wiring is off:
 //! at least ten times the tolerance here.
 
-use std::path::{Path, PathBuf};
+#[path = "common/heads.rs"]
+mod heads;
+
+use std::path::Path;
 use std::sync::Arc;
 
-use safetensors::SafeTensors;
-use talon::cpu::{CpuOptions, CpuRanks, DraftModel};
-use talon::engine::Opened;
-use talon::model::{Backend, Draft, Drafted, Eagle3Head, ModelConfig, Output, Row, Step, Weights};
+use heads::{Golden, VARIANTS, draft_after, head, target};
+use talon::cpu::{CpuOptions, CpuRanks};
+use talon::model::{DraftModel, Drafted, Eagle3Head};
 use talon::weights::Source;
 
-fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
-}
-
-fn target() -> (ModelConfig, Weights) {
-    let opened = Opened::new(Source::Directory(fixture("tiny-random")), false).unwrap();
-    // The reference has transformers' epsilon.
-    let config = ModelConfig { latent_norm_eps: 1e-6, ..opened.config };
-    (config, Weights::new(opened.checkpoint, opened.manifest, opened.audit).unwrap())
-}
-
-fn head(name: &str, config: &ModelConfig) -> talon::error::Result<Eagle3Head> {
-    Eagle3Head::open(Source::Directory(fixture("eagle3").join(name)), config, None)
-}
-
-struct Golden {
-    ids: Vec<u32>,
-    drafts: Vec<u32>,
-    logits: Vec<Vec<f32>>,
-}
-
-impl Golden {
-    fn read(name: &str) -> Self {
-        let bytes =
-            std::fs::read(fixture("eagle3/golden").join(format!("{name}.safetensors"))).unwrap();
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        let ids = |name: &str| {
-            let data = file.tensor(name).unwrap().data().to_vec();
-            data.as_chunks::<8>().0.iter().map(|id| i64::from_le_bytes(*id) as u32).collect()
-        };
-        let floats = |name: String| {
-            let data = file.tensor(&name).unwrap().data().to_vec();
-            data.as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)).collect()
-        };
-        let logits = (0..4).map(|step| floats(format!("logits.{step}"))).collect();
-        Self { ids: ids("ids"), drafts: ids("drafts"), logits }
-    }
-}
-
-/// Runs the prompt but its last token, cut at `cut`, and drafts four tokens after the last one.
+/// Drafts four tokens behind a golden's sequence, which is run in two parts.
 fn draft(name: &str, tp: usize, cut: usize) -> Vec<Drafted> {
     let (config, weights) = target();
-    let head = head(name, &config).unwrap();
+    let draft_model = DraftModel::Eagle3(Box::new(head(name, &config).unwrap()));
     let options = CpuOptions { tp, context: 64, parallel: 2, vocab_limit: config.vocab_size };
-    let draft_model = DraftModel::Eagle3(Box::new(head));
     let mut ranks = CpuRanks::start(&Arc::new(config), &weights, &draft_model, options).unwrap();
-    let ids = Golden::read(name).ids;
-    let (sequence, cached) = (1, ids.len() - 1);
-    let mut drafted = Vec::new();
-    for (start, end) in [(0, cut), (cut, cached)] {
-        let row = |position: usize| Row {
-            sequence,
-            first: 0,
-            position,
-            token: ids[position],
-            output: Output::None,
-        };
-        ranks.step(Step { rows: (start..end).map(row).collect() }).unwrap();
-        // Each part's drafts leave rows behind that the next part must overwrite.
-        drafted = ranks
-            .draft(Draft {
-                sequence,
-                first: 0,
-                position: start,
-                tokens: ids[start + 1..=end].to_vec(),
-                count: 4,
-                keep_logits: true,
-            })
-            .unwrap();
-    }
-    drafted
+    draft_after(&mut ranks, 1, &Golden::read(name).ids, cut)
 }
 
 fn assert_agrees(name: &str, tp: usize, cut: usize) {
@@ -101,22 +39,6 @@ fn assert_agrees(name: &str, tp: usize, cut: usize) {
         assert!((drafted.probability - 1.0 / sum).abs() < 1e-3, "{name}, guess {step}");
     }
 }
-
-const VARIANTS: [&str; 13] = [
-    "midlayer",
-    "layers0",
-    "full-vocab",
-    "own-embed",
-    "norm-before-residual",
-    "norm-before-fc",
-    "eagle31",
-    "five-aux",
-    "mla",
-    "wide",
-    "f16",
-    "speculators",
-    "model-prefix",
-];
 
 #[test]
 fn every_variant_drafts_what_its_reference_drafts() {
@@ -184,7 +106,8 @@ fn a_head_that_does_not_fit_is_refused_with_both_numbers() {
 #[test]
 fn rope_theta_can_be_overridden() {
     let (config, _) = target();
-    let source = || Source::Directory(fixture("eagle3/midlayer"));
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let source = || Source::Directory(fixtures.join("eagle3/midlayer"));
     let theta = |theta| Eagle3Head::open(source(), &config, theta).unwrap().config.rope_theta;
     assert_eq!((theta(None), theta(Some(1e6))), (1e4, 1e6));
 }

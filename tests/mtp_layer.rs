@@ -11,9 +11,9 @@ use std::sync::Arc;
 use common::{Copy, DEMO, Tensors};
 use engines::{golden, greedy, repository_file, run, run_plain};
 use safetensors::SafeTensors;
-use talon::cpu::{CpuOptions, CpuRanks, DraftModel};
+use talon::cpu::{CpuOptions, CpuRanks};
 use talon::engine::{DraftChoice, Engine, LoadOptions, Opened};
-use talon::model::{Backend, Draft, Drafted, Eagle3Head, Output, Row, Step, Weights};
+use talon::model::{Backend, Draft, DraftModel, Drafted, Eagle3Head, Output, Row, Step, Weights};
 use talon::spec::ModelDrafter;
 use talon::weights::{Source, demo, demo_eagle3};
 

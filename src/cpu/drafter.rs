@@ -6,7 +6,7 @@ use super::mtp;
 use super::ops::linear;
 use super::rank::CpuRank;
 use crate::error::Result;
-use crate::model::{DraftRow, DraftStages, Drafted, Hidden, Row};
+use crate::model::{DraftRow, DraftStages, Drafted, Hidden, MtpJoin, Row};
 use crate::weights::Matrix;
 
 /// A rank's drafter.
@@ -22,7 +22,7 @@ pub enum DrafterKind {
     /// An EAGLE-3 head.
     Eagle3(Box<Eagle3>),
     /// The MTP layer, whose decoder layer is the one behind the target's.
-    Mtp(Box<mtp::Mtp>),
+    Mtp(Box<MtpJoin>),
 }
 
 impl DraftStages for CpuRank {

@@ -20,4 +20,4 @@ mod residual;
 
 pub use cache::LayerCache;
 pub use rank::{Buffers, CpuRank};
-pub use ranks::{CpuOptions, CpuRanks, DraftModel, cache_bytes};
+pub use ranks::{CpuOptions, CpuRanks, cache_bytes};

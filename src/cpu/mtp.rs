@@ -6,17 +6,6 @@ use super::ops::{linear, rms_norm};
 use super::rank::{CpuRank, clear};
 use crate::error::Result;
 use crate::model::{DraftRow, Drafted, Hidden, Norm, Stages, decoder_layer};
-use crate::weights::Matrix;
-
-/// The MTP layer's own tensors; its decoder layer stands behind the target's layers.
-pub struct Mtp {
-    /// `[hidden_size]`, applied to the embedding
-    pub enorm: Vec<f32>,
-    /// `[hidden_size]`, applied to the hidden state
-    pub hnorm: Vec<f32>,
-    /// `[hidden_size, 2 × hidden_size]`, the embedding's half first
-    pub eh_proj: Matrix,
-}
 
 /// x = eh_proj · [RMS(embedding of the next token), RMS(hidden state)]. What is recycled is the
 /// vector after `shared_head.norm`.

@@ -8,19 +8,15 @@ use super::cache::{KvCache, latent_width};
 use super::drafter::{Drafter, DrafterKind};
 use super::eagle3::{Eagle3, entry_width};
 use super::features::Features;
-use super::mtp::Mtp;
 use super::ops::Rope;
 use super::rank::{Buffers, CpuRank};
 use crate::comm::SharedMemory;
 use crate::error::{Error, Result};
 use crate::model::{
-    Backend, Draft, Drafted, Eagle3Head, FeatureSource, ModelConfig, ModelParams, MtpParams,
+    Backend, Draft, DraftModel, DraftParams, Drafted, Eagle3Share, FEATURE_POSITIONS, ModelConfig,
     RowResult, Step, Weights, draft, forward,
 };
 use crate::weights::Slice;
-
-/// Positions whose features are kept for a drafter. A drafter that has missed more begins anew.
-pub const FEATURE_POSITIONS: usize = 512;
 
 /// Settings that the ranks are built for.
 #[derive(Debug, Clone, Copy)]
@@ -33,16 +29,6 @@ pub struct CpuOptions {
     pub parallel: usize,
     /// Ids from here on are never an arg-max.
     pub vocab_limit: usize,
-}
-
-/// What the ranks draft with.
-pub enum DraftModel {
-    /// Nothing.
-    None,
-    /// The checkpoint's MTP layer.
-    Mtp,
-    /// An EAGLE-3 head.
-    Eagle3(Box<Eagle3Head>),
 }
 
 /// What the ranks are asked to run.
@@ -162,7 +148,9 @@ fn build_rank(
 ) -> Result<CpuRank> {
     let slice = Slice { index: comm.rank(), of: options.tp };
     let mut params = weights.params(config, slice)?;
-    let drafter = start_drafter(config, weights, &mut params, draft, slice, options)?;
+    draft.join(&mut params, weights, config, slice)?;
+    let drafter =
+        params.drafter.take().map(|drafter| start_drafter(config, drafter, slice, options));
     Ok(CpuRank {
         params,
         cache: KvCache::new(config, layers_with(config, draft), options.context, options.parallel),
@@ -175,44 +163,25 @@ fn build_rank(
     })
 }
 
-/// The drafter of a rank; the MTP layer's decoder layer goes behind the target's.
+/// The drafter of a rank.
 fn start_drafter(
-    config: &Arc<ModelConfig>,
-    weights: &Weights,
-    params: &mut ModelParams,
-    draft: &DraftModel,
+    config: &ModelConfig,
+    params: DraftParams,
     slice: Slice,
     options: &CpuOptions,
-) -> Result<Option<Drafter>> {
-    let features = |source: FeatureSource| {
-        Features::new(source, config.hidden_size, FEATURE_POSITIONS, options.parallel)
+) -> Drafter {
+    let features =
+        Features::new(params.features(), config.hidden_size, FEATURE_POSITIONS, options.parallel);
+    let kind = match params {
+        DraftParams::Mtp(mtp) => DrafterKind::Mtp(Box::new(mtp)),
+        DraftParams::Eagle3(share) => {
+            let Eagle3Share { config, params, draft_to_target } = *share;
+            let sizes = (options.context, options.parallel);
+            let head = Eagle3::new(config, params, draft_to_target, slice.of, sizes);
+            DrafterKind::Eagle3(Box::new(head))
+        }
     };
-    match draft {
-        DraftModel::None => Ok(None),
-        DraftModel::Mtp => {
-            let MtpParams { enorm, hnorm, eh_proj, layer, shared_head_norm } =
-                weights.mtp(config, slice)?;
-            params.layers.push(layer);
-            params.shared_head_norm = shared_head_norm;
-            Ok(Some(Drafter {
-                features: features(FeatureSource::FinalNorm),
-                kind: DrafterKind::Mtp(Box::new(Mtp { enorm, hnorm, eh_proj })),
-            }))
-        }
-        DraftModel::Eagle3(head) => {
-            let eagle3 = Eagle3::new(
-                Arc::new(head.config.clone()),
-                head.params(config, slice)?,
-                head.draft_to_target.clone().map(Arc::new),
-                slice.of,
-                (options.context, options.parallel),
-            );
-            Ok(Some(Drafter {
-                features: features(FeatureSource::Boundaries(head.config.boundaries.clone())),
-                kind: DrafterKind::Eagle3(Box::new(eagle3)),
-            }))
-        }
-    }
+    Drafter { features, kind }
 }
 
 impl Drop for CpuRanks {

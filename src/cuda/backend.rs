@@ -8,14 +8,16 @@ use super::group::RankGroup;
 use super::layout::MAX_ROWS;
 use super::links::DeviceLinks;
 use super::rank::{CudaOptions, CudaRank, RankComm};
-use super::rank_thread::Loaded;
-use super::runner::{BUCKETS, Runner};
+use super::rank_thread::{Loaded, Task};
+use super::runner::{BUCKETS, RowOutcome, Runner};
 use super::{Device, MemoryPlan, driver_summary};
 use crate::comm::{
     Breadcrumb, Choice, Plan, Qualified, Variant, check_choice, load_choice, qualify, store_choice,
 };
 use crate::error::{Error, Result};
-use crate::model::{Backend, Draft, Drafted, ModelConfig, ModelParams, RowResult, Step};
+use crate::model::{
+    Backend, Draft, Drafted, FEATURE_POSITIONS, ModelConfig, ModelParams, RowResult, Step,
+};
 
 /// How ranks that share a device run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -278,25 +280,36 @@ fn fingerprint(fabric: &Fabric) -> Result<String> {
     Ok(text + &format!(" | {}", fabric.shape().hidden))
 }
 
+impl CudaBackend {
+    fn run(&mut self, task: Task) -> Result<Vec<RowOutcome>> {
+        match (&mut self.drive, task) {
+            (Drive::Group(group), task) => group.run(task),
+            (Drive::Here(runner), Task::Step(step)) => runner.step(&step),
+            (Drive::Here(runner), Task::Draft(draft)) => runner.draft(&draft),
+        }
+    }
+}
+
 impl Backend for CudaBackend {
     fn step(&mut self, step: Step) -> Result<Vec<RowResult>> {
-        let outcomes = match &mut self.drive {
-            Drive::Here(runner) => runner.step(&step)?,
-            Drive::Group(group) => group.step(step)?,
-        };
-        let result = |outcome: super::runner::RowOutcome| RowResult {
+        let result = |outcome: RowOutcome| RowResult {
             row: outcome.row,
             argmax: outcome.id,
             logits: outcome.logits,
         };
-        Ok(outcomes.into_iter().map(result).collect())
+        Ok(self.run(Task::Step(step))?.into_iter().map(result).collect())
     }
 
-    fn draft(&mut self, _draft: Draft) -> Result<Vec<Drafted>> {
-        Err(Error::runtime("the CUDA backend was started without a drafter"))
+    fn draft(&mut self, draft: Draft) -> Result<Vec<Drafted>> {
+        let drafted = |outcome: RowOutcome| Drafted {
+            token: outcome.id,
+            probability: outcome.logit,
+            logits: outcome.logits,
+        };
+        Ok(self.run(Task::Draft(draft))?.into_iter().map(drafted).collect())
     }
 
     fn feature_positions(&self) -> usize {
-        0
+        FEATURE_POSITIONS
     }
 }

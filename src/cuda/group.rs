@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use super::layout::MAX_ROWS;
 use super::rank::{CudaOptions, RankComm};
-use super::rank_thread::{Loaded, RankThread, Report};
+use super::rank_thread::{Loaded, RankThread, Report, Task};
 use super::runner::{RowOutcome, check_same};
 use crate::error::{Error, Result};
-use crate::model::{ModelConfig, ModelParams, Step};
+use crate::model::{ModelConfig, ModelParams};
 
 /// How often a load looks at its ranks.
 const GLANCE: Duration = Duration::from_millis(100);
@@ -67,7 +67,7 @@ impl RankGroup {
         while loaded.iter().any(Option::is_none) {
             match self.reports.recv_timeout(GLANCE) {
                 Ok((rank, Report::Loaded(result))) => loaded[rank] = Some(result?),
-                Ok((rank, Report::Step(_))) => {
+                Ok((rank, Report::Rows(_))) => {
                     return Err(Error::runtime(format!("rank {rank} ran a step while loading")));
                 }
                 // What a rank has sent before it ended comes in first.
@@ -104,27 +104,27 @@ impl RankGroup {
         loaded[0].ok_or_else(|| Error::runtime("there is no rank 0"))
     }
 
-    /// Runs one step on all ranks.
+    /// Runs one step or draft on all ranks.
     ///
     /// # Errors
     /// The first rank's error; runtime error that names the ranks if they differ, end, or do not
     /// answer in time.
-    pub fn step(&mut self, step: Step) -> Result<Vec<RowOutcome>> {
+    pub fn run(&mut self, task: Task) -> Result<Vec<RowOutcome>> {
         if self.failed {
             return Err(Error::runtime("a rank has failed before; the model must be loaded again"));
         }
         self.failed = true;
-        let outcomes = self.step_or_fail(step)?;
+        let outcomes = self.run_or_fail(task)?;
         self.failed = false;
         Ok(outcomes)
     }
 
-    fn step_or_fail(&self, step: Step) -> Result<Vec<RowOutcome>> {
-        let parts = step.rows.len().div_ceil(MAX_ROWS) as u32;
+    fn run_or_fail(&self, task: Task) -> Result<Vec<RowOutcome>> {
+        let parts = task.rows().div_ceil(MAX_ROWS) as u32;
         let limit = self.timeout + SLOWEST * parts.max(1);
-        let step = Arc::new(step);
+        let task = Arc::new(task);
         for (index, rank) in self.ranks.iter().enumerate() {
-            let sent = rank.steps.as_ref().is_some_and(|steps| steps.send(step.clone()).is_ok());
+            let sent = rank.tasks.as_ref().is_some_and(|tasks| tasks.send(task.clone()).is_ok());
             if !sent {
                 return Err(ended(index));
             }
@@ -134,7 +134,7 @@ impl RankGroup {
         let mut answers: Vec<Option<Vec<RowOutcome>>> = vec![None; self.ranks.len()];
         while answers.iter().any(Option::is_none) {
             match self.next_report() {
-                Ok((rank, Report::Step(outcomes))) => answers[rank] = Some(outcomes?),
+                Ok((rank, Report::Rows(outcomes))) => answers[rank] = Some(outcomes?),
                 Ok((rank, Report::Loaded(_))) => {
                     return Err(Error::runtime(format!("rank {rank} loaded during a step")));
                 }
@@ -196,7 +196,7 @@ impl Drop for RankGroup {
     /// the driver frees what such a rank holds.
     fn drop(&mut self) {
         for rank in &mut self.ranks {
-            rank.steps = None;
+            rank.tasks = None;
         }
         let begun = Instant::now();
         while begun.elapsed() < FAREWELL && self.ranks.iter().any(|rank| !rank.has_ended()) {

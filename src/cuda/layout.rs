@@ -310,3 +310,83 @@ pub const STEP_HEAD_BYTES: usize = 16;
 /// Bytes of head.cu's `Best` and `Result`.
 pub const BEST_BYTES: usize = 8;
 pub const RESULT_BYTES: usize = 16;
+
+/// features.cuh, `FeatureLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct FeatureLayout {
+    pub positions: i32,
+    pub count: i32,
+    pub hidden: i32,
+    pub unit: f32,
+}
+
+/// draft_join.cu, `FeatureNorm`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub struct FeatureNorm {
+    pub gain: u64,
+    pub width: i32,
+    pub eps: f32,
+}
+
+/// What a drafter's residual begins as (draft_join.cu, `Residual`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub enum ResidualStart {
+    Zero = 0,
+    Hidden = 1,
+    Normed = 2,
+}
+
+/// draft_join.cu, `JoinLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct JoinLayout {
+    pub table: u64,
+    pub embedding_gain: u64,
+    pub hidden_gain: u64,
+    pub output_gain: u64,
+    pub eps: f32,
+    pub hidden: i32,
+    pub residual: i32,
+    pub padding: i32,
+}
+
+/// draft_attend.cu, `DraftLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct DraftLayout {
+    pub heads: i32,
+    pub key_heads: i32,
+    pub key_dim: i32,
+    pub value_dim: i32,
+    pub value_at: i32,
+    pub entry: i32,
+    pub context: i32,
+    pub splits: i32,
+    pub scale: f32,
+}
+
+/// draft_attend.cu, `KeyLayout`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct KeyLayout {
+    pub width: i32,
+    pub splits: i32,
+    pub key_at: i32,
+    pub value_at: i32,
+}
+
+/// draft_choose.cu, `DraftPart`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct DraftPart {
+    pub logits: u64,
+    pub limit: i32,
+    pub first_id: i32,
+    pub target_ids: u64,
+    pub own: u64,
+    pub result: u64,
+    pub rows: u64,
+}

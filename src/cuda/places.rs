@@ -180,6 +180,12 @@ impl Places {
         Ok(place)
     }
 
+    /// Ids, as 32-bit integers.
+    pub fn ids(&mut self, ids: &[u32]) -> Result<u64> {
+        let bits: Vec<f32> = ids.iter().map(|id| f32::from_bits(*id)).collect();
+        self.floats(&bits)
+    }
+
     /// A table as BF16, row by row: a table to look up in.
     pub fn table(&mut self, matrix: &Matrix) -> Result<u64> {
         let row = matrix.columns() * 2;

@@ -26,12 +26,16 @@ const MAX_SPLITS: usize = 4;
 pub struct Sizes {
     /// Attention heads of the rank.
     pub heads: usize,
-    /// Rows of lm_head of the rank.
+    /// Logits of the rank, of the target or of a drafter.
     pub vocabulary: usize,
-    /// Widths of the rank's dense, shared and routed MLPs.
+    /// Widths of the rank's dense, shared and routed MLPs; a drafter's counts as a dense one.
     pub dense_width: usize,
     pub shared_width: usize,
     pub expert_width: usize,
+    /// The widest hidden state, of the target and of a drafter.
+    pub hidden: usize,
+    /// Layers that have a cache.
+    pub layers: usize,
     /// Tokens of a sequence, and sequences.
     pub context: usize,
     pub parallel: usize,
@@ -87,7 +91,7 @@ pub struct Buffers {
 
 /// Parts that a matrix's columns are cut into, so that enough blocks work on it. A part has at
 /// least two units for each warp of a block.
-fn splits(tiles: usize, units: usize) -> usize {
+pub(super) fn splits(tiles: usize, units: usize) -> usize {
     BLOCKS.div_ceil(tiles).min(units / 16).clamp(1, MAX_SPLITS)
 }
 
@@ -117,9 +121,9 @@ impl Buffers {
             control: rows(CONTROL_BYTES),
             step: rows(STEP_HEAD_BYTES + ROW_BYTES),
             results: rows(RESULT_BYTES),
-            partial: rows(hidden * F32),
-            residual: rows(hidden * F32),
-            normed: rows(hidden * BF16),
+            partial: rows(sizes.hidden * F32),
+            residual: rows(sizes.hidden * F32),
+            normed: rows(sizes.hidden * BF16),
             latents: rows(latent_splits * latent_rows * F32),
             query_latents: rows(config.q_lora_rank * BF16),
             without_rope: rows(sizes.heads * config.qk_nope_head_dim * BF16),
@@ -145,7 +149,7 @@ impl Buffers {
         };
         buffers.routing = places.take(ROUTING_BYTES);
         buffers.angles = places.take(sizes.context * config.qk_rope_head_dim * F32);
-        for shape in &config.layers[..config.num_hidden_layers] {
+        for shape in &config.layers[..sizes.layers] {
             buffers.latent_caches.push(places.take(entries * width * BF16));
             buffers.key_caches.push(match shape.indexer {
                 true => places.take(entries * config.index_head_dim * BF16),

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::drafter::{DeviceDrafter, DraftKernels, DrafterBuffers, check_head};
 use super::fabric::Fabric;
 use super::kernel_set::KernelSet;
 use super::layout::{
@@ -15,7 +16,7 @@ use super::weights::DeviceWeights;
 use super::{Device, DeviceMemory, Stream};
 use crate::comm::Choice;
 use crate::error::{Error, Result};
-use crate::model::{MlpParams, ModelConfig, ModelParams};
+use crate::model::{DraftParams, MlpParams, ModelConfig, ModelParams};
 
 /// Held from looking at a device's free memory to taking it.
 static ALLOCATING: Mutex<()> = Mutex::new(());
@@ -55,12 +56,17 @@ pub struct CudaRank {
     pub(super) kernels: KernelSet,
     pub(super) weights: DeviceWeights,
     pub(super) buffers: Buffers,
+    /// Its drafter's kernels and buffers, if the weights have one.
+    pub(super) drafter: Option<DeviceDrafter>,
     /// Kernels bring later ones' weights into the L2 cache, if TALON_L2_PREFETCH=1: it cost 6 % of a
     /// step on an H200 and may pay where the cache is larger.
     pub(super) prefetch: bool,
     /// Ids of this rank's part of the vocabulary that are real, and the id of its first.
     pub(super) vocab_limit: usize,
     pub(super) first_id: usize,
+    /// The same limit in the whole vocabulary, and which rank this is.
+    pub(super) vocab_limit_of_all: usize,
+    pub(super) index: usize,
     /// How it exchanges with the other ranks, if it does.
     pub(super) comm: Option<RankComm>,
     pub(super) plan: MemoryPlan,
@@ -83,12 +89,22 @@ impl CudaRank {
         progress: &dyn Fn(usize, usize),
     ) -> Result<Self> {
         check_shape(config)?;
+        if let Some(DraftParams::Eagle3(head)) = &params.drafter {
+            check_head(&head.config, config, options.ranks)?;
+        }
         let device = Device::open(options.device)?;
         let sizes = sizes(config, params, options);
         let mut counted = Places::counting();
         DeviceWeights::place(config, params, &mut counted, &mut |_| {})?;
         let weights_bytes = counted.used();
         Buffers::place(config, &sizes, &mut counted);
+        let place_drafter = |places: &mut Places| {
+            let place = |drafter: &DraftParams| {
+                DrafterBuffers::place(config, drafter, &sizes, options.ranks, places)
+            };
+            params.drafter.as_ref().map(place)
+        };
+        place_drafter(&mut counted);
         let plan = MemoryPlan {
             weights: weights_bytes,
             caches_and_buffers: counted.used() - weights_bytes,
@@ -106,13 +122,24 @@ impl CudaRank {
             progress(bytes, plan.weights);
         })?;
         let buffers = Buffers::place(config, &sizes, &mut places);
+        let drafter = match place_drafter(&mut places) {
+            Some(buffers) => Some(DeviceDrafter { kernels: DraftKernels::load(&device)?, buffers }),
+            None => None,
+        };
         places.finish()?;
 
         let stream = Stream::new(&device)?;
         // Padding and unused entries are read by nothing that matters, but never as NaN.
         let first = buffers.rows;
         stream.fill(first, 0, plan.caches_and_buffers)?;
-        stream.upload(buffers.angles, &angles(config, options.context))?;
+        let rope = (config.qk_rope_head_dim, config.rope_theta);
+        stream.upload(buffers.angles, &angles(rope, options.context))?;
+        if let (Some(DraftParams::Eagle3(head)), Some(drafter)) = (&params.drafter, &drafter)
+            && let Some(own) = &drafter.buffers.head
+        {
+            stream
+                .upload(own.angles, &angles((own.rope, head.config.rope_theta), options.context))?;
+        }
         stream.synchronize()?;
         let share = weights.vocabulary;
         let vocab_limit = options.vocab_limit.saturating_sub(share * options.rank).min(share);
@@ -122,9 +149,12 @@ impl CudaRank {
             kernels,
             weights,
             buffers,
+            drafter,
             prefetch: std::env::var_os("TALON_L2_PREFETCH").is_some_and(|value| value == "1"),
             vocab_limit,
+            vocab_limit_of_all: options.vocab_limit,
             first_id: share * options.rank,
+            index: options.rank,
             comm,
             plan,
             stream,
@@ -156,6 +186,8 @@ fn sizes(config: &ModelConfig, params: &ModelParams, options: &CudaOptions) -> S
         dense_width: 0,
         shared_width: 0,
         expert_width: 0,
+        hidden: config.hidden_size,
+        layers: params.layers.len(),
         context: options.context,
         parallel: options.parallel,
     };
@@ -168,13 +200,18 @@ fn sizes(config: &ModelConfig, params: &ModelParams, options: &CudaOptions) -> S
             }
         }
     }
+    if let Some(DraftParams::Eagle3(head)) = &params.drafter {
+        let own_logits = head.params.lm_head.as_ref().map_or(0, |lm_head| lm_head.rows());
+        sizes.vocabulary = sizes.vocabulary.max(own_logits);
+        sizes.dense_width = sizes.dense_width.max(head.params.gate_proj.rows());
+        sizes.hidden = sizes.hidden.max(head.config.hidden_size);
+    }
     sizes
 }
 
-/// (cos, sin) of every pair at every position, computed as the CPU backend does.
-fn angles(config: &ModelConfig, context: usize) -> Vec<u8> {
-    let width = config.qk_rope_head_dim;
-    let frequency = |pair: usize| 1.0 / config.rope_theta.powf((2 * pair) as f32 / width as f32);
+/// (cos, sin) of every pair of a width at every position, computed as the CPU backend does.
+fn angles((width, theta): (usize, f32), context: usize) -> Vec<u8> {
+    let frequency = |pair: usize| 1.0 / theta.powf((2 * pair) as f32 / width as f32);
     let frequencies: Vec<f32> = (0..width / 2).map(frequency).collect();
     let turns = (0..context).flat_map(|position| {
         frequencies.iter().flat_map(move |frequency| {

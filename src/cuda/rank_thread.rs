@@ -1,4 +1,4 @@
-//! One rank on a thread of its own: it loads its share, captures its graphs, and then runs the steps
+//! One rank on a thread of its own: it loads its share, captures its graphs, and then runs the tasks
 //! that come in through its mailbox.
 
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::plan::MemoryPlan;
 use super::rank::{CudaOptions, CudaRank, RankComm};
 use super::runner::{RowOutcome, Runner};
 use crate::error::{Error, Kind, Result};
-use crate::model::{ModelConfig, ModelParams, Step};
+use crate::model::{Draft, ModelConfig, ModelParams, Step};
 
 /// How long a rank polls its mailbox before it sleeps: between steps there is little time.
 const POLLING: Duration = Duration::from_micros(500);
@@ -40,12 +40,13 @@ impl Loaded {
     /// Runtime error if the device fails.
     pub fn of(runner: &Runner) -> Result<Self> {
         let rank = &runner.ranks()[0];
+        let layers = rank.config.num_hidden_layers;
         let used = rank.config.num_experts_per_tok;
-        let step_bytes = rank.weights.step_bytes(used);
+        let step_bytes = rank.weights.step_bytes(layers, used);
         Ok(Self {
             plan: rank.plan,
             step_bytes,
-            expert_bytes: rank.weights.step_bytes(used + 1) - step_bytes,
+            expert_bytes: rank.weights.step_bytes(layers, used + 1) - step_bytes,
             launches: runner.launches(),
             read_roof: read_roof(rank)?,
         })
@@ -56,8 +57,26 @@ impl Loaded {
 pub enum Report {
     /// It has loaded.
     Loaded(Result<Loaded>),
-    /// It has run a step.
-    Step(Result<Vec<RowOutcome>>),
+    /// It has run a task.
+    Rows(Result<Vec<RowOutcome>>),
+}
+
+/// What a rank is given to run.
+pub enum Task {
+    /// A step of the target.
+    Step(Step),
+    /// A draft.
+    Draft(Draft),
+}
+
+impl Task {
+    /// Rows of it, at most.
+    pub fn rows(&self) -> usize {
+        match self {
+            Task::Step(step) => step.rows.len(),
+            Task::Draft(draft) => draft.tokens.len() + draft.count,
+        }
+    }
 }
 
 /// Bytes of weights, of one rank.
@@ -72,7 +91,7 @@ pub struct Placed {
 /// A running rank.
 pub struct RankThread {
     /// Its mailbox; nothing more comes once it is dropped.
-    pub steps: Option<Sender<Arc<Step>>>,
+    pub tasks: Option<Sender<Arc<Task>>>,
     /// How far its load is.
     pub placed: Arc<Placed>,
     thread: JoinHandle<()>,
@@ -91,7 +110,7 @@ impl RankThread {
         epoch: u64,
         reports: Sender<(usize, Report)>,
     ) -> Result<Self> {
-        let (steps, mailbox) = channel();
+        let (tasks, mailbox) = channel();
         let placed = Arc::new(Placed::default());
         let (config, counted) = (Arc::clone(config), Arc::clone(&placed));
         let rank = options.rank;
@@ -120,7 +139,7 @@ impl RankThread {
             .name(format!("rank {rank}"))
             .spawn(run)
             .map_err(|error| Error::runtime(format!("cannot start rank {rank}: {error}")))?;
-        Ok(Self { steps: Some(steps), placed, thread })
+        Ok(Self { tasks: Some(tasks), placed, thread })
     }
 
     /// Whether it has ended: after its mailbox was closed, or in a panic.
@@ -129,28 +148,32 @@ impl RankThread {
     }
 }
 
-/// Runs steps until the mailbox is closed.
+/// Runs tasks until the mailbox is closed.
 fn serve(
     mut runner: Runner,
     rank: usize,
     name: &str,
-    mailbox: &Receiver<Arc<Step>>,
+    mailbox: &Receiver<Arc<Task>>,
     reports: &Sender<(usize, Report)>,
 ) {
-    while let Some(step) = next(mailbox) {
-        let outcomes = runner.step(&step).map_err(|error| of_rank(name, &error));
-        if reports.send((rank, Report::Step(outcomes))).is_err() {
+    while let Some(task) = next(mailbox) {
+        let outcomes = match &*task {
+            Task::Step(step) => runner.step(step),
+            Task::Draft(draft) => runner.draft(draft),
+        };
+        let outcomes = outcomes.map_err(|error| of_rank(name, &error));
+        if reports.send((rank, Report::Rows(outcomes))).is_err() {
             return;
         }
     }
 }
 
-/// The next step: polls for a while, then sleeps.
+/// The next task: polls for a while, then sleeps.
 fn next<T>(mailbox: &Receiver<T>) -> Option<T> {
     let begun = Instant::now();
     while begun.elapsed() < POLLING {
         match mailbox.try_recv() {
-            Ok(step) => return Some(step),
+            Ok(task) => return Some(task),
             Err(TryRecvError::Disconnected) => return None,
             Err(TryRecvError::Empty) => std::hint::spin_loop(),
         }

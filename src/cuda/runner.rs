@@ -3,13 +3,14 @@
 
 use std::collections::HashMap;
 
+use super::drafter::DrafterWeights;
 use super::layout::{MAX_ROWS, RESULT_BYTES, ROW_BYTES, STEP_HEAD_BYTES};
 use super::rank::CudaRank;
 use super::stages::{HostPlaces, Recorder};
 use super::together::Together;
 use super::{Graph, Pinned};
 use crate::error::{Error, Result};
-use crate::model::{Output, Row, Step, forward};
+use crate::model::{MAX_GUESSES, Output, Row, Step, forward};
 
 /// Numbers of rows that have a graph; a step is filled up to the next.
 pub const BUCKETS: [usize; 9] = [1, 2, 3, 4, 5, 6, 8, 12, 16];
@@ -17,18 +18,30 @@ pub const BUCKETS: [usize; 9] = [1, 2, 3, 4, 5, 6, 8, 12, 16];
 const STEP_BYTES: usize = STEP_HEAD_BYTES + MAX_ROWS * ROW_BYTES;
 const HOST_BYTES: usize = STEP_BYTES + MAX_ROWS * RESULT_BYTES;
 
-/// Which graph a step takes.
+/// What a graph runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Shape {
-    rows: usize,
-    long: bool,
-    with_head: bool,
+pub(super) enum Job {
+    /// A step.
+    Step,
+    /// A draft's confirmed rows and the first token of its chain.
+    Draft,
+    /// So many further tokens of a chain, each from the one before.
+    Chain(usize),
 }
 
-struct Recorded {
-    graph: Graph,
-    /// Exchanges between ranks in it.
-    collectives: u32,
+/// Which graph a step or a part of a draft takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    pub job: Job,
+    pub rows: usize,
+    pub long: bool,
+    pub with_head: bool,
+}
+
+pub(super) struct Recorded {
+    pub graph: Graph,
+    /// Exchanges between ranks in it, and in those that it follows.
+    pub collectives: u32,
 }
 
 /// What a row came to. All ranks must say the same of all but the logits.
@@ -38,7 +51,7 @@ pub struct RowOutcome {
     pub row: usize,
     /// The likeliest token.
     pub id: u32,
-    /// Its logit.
+    /// Its logit; of a drafted token its probability.
     pub logit: f32,
     /// A hash of the row's last hidden state; 0 of a rank that is alone.
     pub hash: u32,
@@ -49,12 +62,12 @@ pub struct RowOutcome {
 /// Some ranks, and their graphs.
 pub struct Runner {
     // Graphs first: they hold addresses of what follows.
-    graphs: HashMap<Shape, Recorded>,
+    pub(super) graphs: HashMap<Shape, Recorded>,
     /// A step and its results, of each rank.
     host: Pinned,
-    ranks: Vec<CudaRank>,
+    pub(super) ranks: Vec<CudaRank>,
     /// Of the next step's first collective.
-    epoch: u64,
+    pub(super) epoch: u64,
 }
 
 impl Runner {
@@ -65,12 +78,23 @@ impl Runner {
     pub fn new(ranks: Vec<CudaRank>, epoch: u64) -> Result<Self> {
         let host = Pinned::alloc(&ranks[0].device, ranks.len() * HOST_BYTES)?;
         let mut runner = Self { graphs: HashMap::new(), host, ranks, epoch };
-        let mut shapes = vec![Shape { rows: MAX_ROWS, long: false, with_head: false }];
-        shapes.extend(BUCKETS.map(|rows| Shape { rows, long: false, with_head: true }));
+        let of_rows = |job: Job| {
+            let with_head = BUCKETS.map(|rows| Shape { job, rows, long: false, with_head: true });
+            [Shape { job, rows: MAX_ROWS, long: false, with_head: false }]
+                .into_iter()
+                .chain(with_head)
+        };
+        let mut shapes: Vec<Shape> = of_rows(Job::Step).collect();
         let first = &runner.ranks[0];
+        if first.drafter.is_some() {
+            shapes.extend(of_rows(Job::Draft));
+            shapes.extend((1..MAX_GUESSES).map(Shape::of_chain));
+        }
         if first.sizes.context > first.config.index_topk {
-            let long: Vec<Shape> = shapes.iter().map(|s| Shape { long: true, ..*s }).collect();
-            shapes.extend(long);
+            let drafts_long = matches!(first.weights.drafter, Some(DrafterWeights::Mtp { .. }));
+            let has_long = |shape: &&Shape| shape.job == Job::Step || drafts_long;
+            let long = shapes.iter().filter(has_long).map(|s| Shape { long: true, ..*s });
+            shapes.extend(long.collect::<Vec<Shape>>());
         }
         for shape in shapes {
             let recorded = runner.capture(shape)?;
@@ -88,11 +112,16 @@ impl Runner {
 
     /// Launches of a step of one row in a short context.
     pub fn launches(&self) -> usize {
-        let shape = Shape { rows: 1, long: false, with_head: true };
+        let shape = Shape { job: Job::Step, rows: 1, long: false, with_head: true };
         self.graphs.get(&shape).map_or(0, |recorded| recorded.graph.nodes())
     }
 
     fn capture(&self, shape: Shape) -> Result<Recorded> {
+        // A chain goes on with the numbers of the draft that it follows.
+        let first = match shape.job {
+            Job::Chain(_) => self.recorded(Shape { job: Job::Draft, ..shape })?.collectives,
+            Job::Step | Job::Draft => 0,
+        };
         let mut collectives = 0;
         let graph = self.ranks[0].stream.capture(|stream| {
             let recorders = self.ranks.iter().enumerate().map(|(index, rank)| Recorder {
@@ -102,10 +131,16 @@ impl Runner {
                 long: shape.long,
                 with_head: shape.with_head,
                 host: self.places(index),
-                collectives: 0,
+                collectives: first,
             });
             let mut together = Together(recorders.collect());
-            forward(&mut together, &self.ranks[0].config, &Step { rows: Vec::new() })?;
+            match shape.job {
+                Job::Step => {
+                    forward(&mut together, &self.ranks[0].config, &Step { rows: Vec::new() })?;
+                }
+                Job::Draft => together.draft(shape.with_head)?,
+                Job::Chain(count) => together.chain(count)?,
+            }
             collectives = together.0[0].collectives;
             Ok(())
         })?;
@@ -135,15 +170,44 @@ impl Runner {
         let top_k = self.ranks[0].config.index_topk;
         let wanted = rows.iter().any(|row| row.output != Output::None);
         let shape = Shape {
+            job: Job::Step,
             rows: bucket,
             long: rows.iter().any(|row| row.position + 1 - row.first > top_k),
             with_head: wanted || bucket != MAX_ROWS,
         };
-        let recorded = self
-            .graphs
+        self.hand_over(rows, bucket);
+        self.launch(&[shape])?;
+        let asked = rows.iter().enumerate().filter(|(_, row)| row.output != Output::None);
+        for (index, row) in asked {
+            let mut outcome = self.outcome(index)?;
+            if !outcome.logit.is_finite() {
+                return Err(Error::runtime(format!(
+                    "the logits at position {} are not finite numbers; the weights are damaged: \
+                     talon verify --scales, or --check-hashes, finds where",
+                    row.position
+                )));
+            }
+            if row.output == Output::Logits {
+                for rank in &self.ranks {
+                    let vocabulary = rank.weights.vocabulary;
+                    let from = rank.buffers.logits + (index * vocabulary * size_of::<f32>()) as u64;
+                    outcome.logits.extend(logits(rank, from, vocabulary)?);
+                }
+            }
+            outcomes.push(RowOutcome { row: first + index, ..outcome });
+        }
+        Ok(())
+    }
+
+    pub(super) fn recorded(&self, shape: Shape) -> Result<&Recorded> {
+        self.graphs
             .get(&shape)
-            .ok_or_else(|| Error::runtime(format!("no graph was captured for {shape:?}")))?;
-        // What fills the step up is a row of its own in the entry behind all sequences.
+            .ok_or_else(|| Error::runtime(format!("no graph was captured for {shape:?}")))
+    }
+
+    /// Writes rows to where the first kernel reads them, filled up to `bucket` with ones of their own
+    /// in the entry behind all sequences.
+    pub(super) fn hand_over(&mut self, rows: &[Row], bucket: usize) {
         let filling = Row {
             sequence: self.ranks[0].sizes.parallel,
             first: 0,
@@ -157,9 +221,21 @@ impl Runner {
             host[..8].copy_from_slice(&self.epoch.to_ne_bytes());
             host[STEP_HEAD_BYTES..][..bytes.len()].copy_from_slice(&bytes);
         }
-        self.epoch += u64::from(recorded.collectives);
+    }
+
+    /// Runs graphs, one behind the other, and waits for the last.
+    ///
+    /// # Errors
+    /// Runtime error if a kernel faults or a wait for another rank times out.
+    pub(super) fn launch(&mut self, shapes: &[Shape]) -> Result<()> {
         let stream = &self.ranks[0].stream;
-        recorded.graph.launch(stream)?;
+        let mut collectives = 0;
+        for shape in shapes {
+            let recorded = self.recorded(*shape)?;
+            recorded.graph.launch(stream)?;
+            collectives = recorded.collectives;
+        }
+        self.epoch += u64::from(collectives);
         stream.synchronize()?;
         if let Some(comm) = &self.ranks[0].comm {
             // Of all ranks: what one that has given up sends afterwards makes no sense elsewhere.
@@ -169,31 +245,22 @@ impl Runner {
                 }
             }
         }
-        let asked = rows.iter().enumerate().filter(|(_, row)| row.output != Output::None);
-        for (index, row) in asked {
-            let mut outcome = self.outcome(0, index);
-            for other in 1..self.ranks.len() {
-                check_same(&outcome, 0, &self.outcome(other, index), other)?;
-            }
-            if !outcome.logit.is_finite() {
-                return Err(Error::runtime(format!(
-                    "the logits at position {} are not finite numbers; the weights are damaged: \
-                     talon verify --scales, or --check-hashes, finds where",
-                    row.position
-                )));
-            }
-            if row.output == Output::Logits {
-                for rank in &self.ranks {
-                    outcome.logits.extend(logits(rank, index)?);
-                }
-            }
-            outcomes.push(RowOutcome { row: first + index, ..outcome });
-        }
         Ok(())
     }
 
-    /// What a rank says of a row.
-    fn outcome(&self, rank: usize, row: usize) -> RowOutcome {
+    /// What the ranks say of a row.
+    ///
+    /// # Errors
+    /// Runtime error if they differ.
+    pub(super) fn outcome(&self, row: usize) -> Result<RowOutcome> {
+        let outcome = self.outcome_of(0, row);
+        for other in 1..self.ranks.len() {
+            check_same(&outcome, 0, &self.outcome_of(other, row), other)?;
+        }
+        Ok(outcome)
+    }
+
+    fn outcome_of(&self, rank: usize, row: usize) -> RowOutcome {
         let at = rank * HOST_BYTES + STEP_BYTES + row * RESULT_BYTES;
         let words = self.host.as_slice()[at..at + RESULT_BYTES].as_chunks::<4>().0;
         RowOutcome {
@@ -223,10 +290,9 @@ pub fn check_same(a: &RowOutcome, a_rank: usize, b: &RowOutcome, b_rank: usize) 
     )))
 }
 
-/// A rank's part of a row's logits.
-fn logits(rank: &CudaRank, row: usize) -> Result<Vec<f32>> {
-    let mut bytes = vec![0; rank.weights.vocabulary * size_of::<f32>()];
-    let from = rank.buffers.logits + (row * bytes.len()) as u64;
+/// A rank's part of a row's logits, which lies at `from`.
+pub(super) fn logits(rank: &CudaRank, from: u64, vocabulary: usize) -> Result<Vec<f32>> {
+    let mut bytes = vec![0; vocabulary * size_of::<f32>()];
     rank.stream.download(from, &mut bytes)?;
     Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_ne_bytes(*b)).collect())
 }

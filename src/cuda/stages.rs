@@ -22,8 +22,8 @@ const SCORED: usize = 128;
 /// Blocks of a row in `select_keys`, which are one cluster.
 const SELECT_BLOCKS: usize = 8;
 /// Warps that share a tile in `absorb_queries` and `project_values`.
-const ABSORB_WARPS: usize = 2;
-const VALUE_WARPS: usize = 4;
+pub(super) const ABSORB_WARPS: usize = 2;
+pub(super) const VALUE_WARPS: usize = 4;
 
 /// Bytes that a kernel brings into the L2 cache for a later one, at most: what the bus can carry
 /// while the kernels between wait for each other.
@@ -177,10 +177,8 @@ impl Stages for Recorder<'_> {
     }
 
     fn reduce_norm(&mut self, norm: Norm) -> Result<()> {
-        let phases = self.phases_of(norm).iter().fold(0, |bits, phase| bits | phase.bit());
-        self.reduce_norm_in(norm, phases)?;
-        self.end_collective(norm);
-        Ok(())
+        self.reduce(&self.reduction(norm))?;
+        self.keep_features(norm)
     }
 
     fn project_latents(&mut self, layer: usize) -> Result<()> {
@@ -433,7 +431,8 @@ impl Stages for Recorder<'_> {
         let (rank, buffers, config) = (self.rank, &self.rank.buffers, &self.rank.config);
         let moe = self.moe(layer);
         let kernel = rank.kernels.expert_gate_up.of(self.rows);
-        let next = rank.weights.layers.get(layer + 1).map(|next| &next.q_a_proj);
+        let layers = &rank.weights.layers[..config.num_hidden_layers];
+        let next = layers.get(layer + 1).map(|next| &next.q_a_proj);
         let used = (self.rows * config.num_experts_per_tok).min(moe.experts);
         let at_once =
             kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();

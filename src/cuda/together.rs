@@ -2,6 +2,7 @@
 //! of all ranks before the next part. No kernel ever waits for another one that has not run, so this
 //! is safe and always the same, at any number of ranks on one device.
 
+use super::collective::Reduction;
 use super::stages::Recorder;
 use crate::comm::Phase;
 use crate::error::Result;
@@ -11,8 +12,36 @@ use crate::model::{Norm, RowResult, Stages, Step};
 pub struct Together<'a>(pub Vec<Recorder<'a>>);
 
 impl Together<'_> {
-    fn each(&mut self, stage: impl Fn(&mut Recorder) -> Result<()>) -> Result<()> {
+    /// Records a stage of all ranks.
+    pub fn each(&mut self, stage: impl Fn(&mut Recorder) -> Result<()>) -> Result<()> {
         self.0.iter_mut().try_for_each(stage)
+    }
+
+    /// Records a `reduce_norm` of all ranks.
+    pub fn reduce(&mut self, of: impl Fn(&Recorder) -> Reduction) -> Result<()> {
+        if let [alone] = &mut self.0[..] {
+            return alone.reduce(&of(alone));
+        }
+        for phase in self.0[0].phases_of(&of(&self.0[0])) {
+            self.each(|rank| rank.reduce_in(&of(rank), phase.bit()))?;
+        }
+        self.each(|rank| {
+            rank.end_collective(&of(rank));
+            Ok(())
+        })
+    }
+
+    /// Records the choice of a token, whose parts `choose` records by the bits of their phases.
+    pub fn choose(&mut self, choose: impl Fn(&Recorder, i32) -> Result<()>) -> Result<()> {
+        let (send, receive) = (Phase::Send.bit(), Phase::Receive.bit());
+        let phases = if self.0.len() == 1 { vec![send | receive] } else { vec![send, receive] };
+        for phases in phases {
+            self.each(|rank| choose(rank, phases))?;
+        }
+        self.each(|rank| {
+            rank.collectives += 1;
+            Ok(())
+        })
     }
 }
 
@@ -22,16 +51,8 @@ impl Stages for Together<'_> {
     }
 
     fn reduce_norm(&mut self, norm: Norm) -> Result<()> {
-        if let [alone] = &mut self.0[..] {
-            return alone.reduce_norm(norm);
-        }
-        for phase in self.0[0].phases_of(norm) {
-            self.each(|rank| rank.reduce_norm_in(norm, phase.bit()))?;
-        }
-        self.each(|rank| {
-            rank.end_collective(norm);
-            Ok(())
-        })
+        self.reduce(|rank| rank.reduction(norm))?;
+        self.each(|rank| rank.keep_features(norm))
     }
 
     fn project_latents(&mut self, layer: usize) -> Result<()> {
@@ -83,18 +104,9 @@ impl Stages for Together<'_> {
     }
 
     fn head(&mut self) -> Result<Vec<RowResult>> {
-        if let [alone] = &mut self.0[..] {
-            return alone.head();
-        }
         if self.0[0].with_head {
             self.each(|rank| rank.project_logits())?;
-            for phase in [Phase::Send, Phase::Receive] {
-                self.each(|rank| rank.choose_in(phase.bit()))?;
-            }
-            self.each(|rank| {
-                rank.collectives += 1;
-                Ok(())
-            })?;
+            self.choose(|rank, phases| rank.choose_in(phases))?;
         }
         Ok(Vec::new())
     }

@@ -1,19 +1,23 @@
 //! The tensors of one rank on the device.
 
+use super::drafter::DrafterWeights;
 use super::layout::{DeviceMatrix, DownExperts, GateUpExperts, Globals};
 use super::places::Places;
 use crate::error::Result;
-use crate::model::{
-    AttentionParams, DenseParams, LayerParams, MlpParams, ModelConfig, ModelParams, MoeParams,
-};
+use crate::model::{DenseParams, LayerParams, MlpParams, ModelConfig, ModelParams, MoeParams};
 use crate::weights::Matrix;
 
 /// All tensors; vectors are addresses of f32 values.
 pub struct DeviceWeights {
     /// `[vocab_size, hidden_size]`, BF16, row by row.
     pub embed_tokens: u64,
+    /// The target's; behind them the MTP layer, if it drafts.
     pub layers: Vec<DeviceLayer>,
     pub norm: u64,
+    /// Of the MTP layer.
+    pub shared_head_norm: u64,
+    /// What drafts, besides the MTP layer.
+    pub drafter: Option<DrafterWeights>,
     pub lm_head: DeviceMatrix,
     /// Rows of `lm_head` without padding.
     pub vocabulary: usize,
@@ -93,15 +97,20 @@ impl DeviceWeights {
             embed_tokens,
             layers,
             norm: places.floats(&params.norm)?,
+            shared_head_norm: places.floats(&params.shared_head_norm)?,
+            drafter: match &params.drafter {
+                Some(drafter) => Some(DrafterWeights::place(drafter, places)?),
+                None => None,
+            },
             lm_head: places.matrix(&params.lm_head)?,
             vocabulary: params.lm_head.rows(),
         })
     }
 
-    /// Bytes of weights that a step of one row reads: all but the table and the experts that are
-    /// not used.
-    pub fn step_bytes(&self, experts_used: usize) -> usize {
-        let layers = self.layers.iter().map(|layer| layer.step_bytes(experts_used));
+    /// Bytes of weights that a step of one row reads: all but the table, the drafter and the experts
+    /// that are not used. `layers` is the number of the target's.
+    pub fn step_bytes(&self, layers: usize, experts_used: usize) -> usize {
+        let layers = self.layers[..layers].iter().map(|layer| layer.step_bytes(experts_used));
         layers.sum::<usize>() + self.lm_head.bytes()
     }
 }
@@ -149,7 +158,12 @@ fn place_layer(
             weights_proj: places.matrix(&indexer.weights_proj)?,
         },
     };
-    let (w_uk, w_uv) = place_kv_b(config, attention, places)?;
+    let dims = KvDims {
+        nope: config.qk_nope_head_dim,
+        value: config.v_head_dim,
+        latent: config.kv_lora_rank,
+    };
+    let (w_uk, w_uv) = place_kv_b(&dims, &attention.kv_b_proj, places)?;
     Ok(DeviceLayer {
         input_layernorm: places.floats(&layer.input_layernorm)?,
         post_attention_layernorm: places.floats(&layer.post_attention_layernorm)?,
@@ -169,16 +183,21 @@ fn place_layer(
     })
 }
 
+/// Sizes of kv_b: a head's key without rope, its value, and the latent that both come from.
+pub(super) struct KvDims {
+    pub nope: usize,
+    pub value: usize,
+    pub latent: usize,
+}
+
 /// kv_b as the two matrices that absorbed attention takes, in f16: W_UK is needed transposed,
 /// across which no scale of a block can be kept.
-fn place_kv_b(
-    config: &ModelConfig,
-    attention: &AttentionParams,
+pub(super) fn place_kv_b(
+    dims: &KvDims,
+    kv_b: &Matrix,
     places: &mut Places,
 ) -> Result<(DeviceMatrix, DeviceMatrix)> {
-    let (nope, value) = (config.qk_nope_head_dim, config.v_head_dim);
-    let latent = config.kv_lora_rank;
-    let kv_b = &attention.kv_b_proj;
+    let KvDims { nope, value, latent } = *dims;
     let heads = kv_b.rows() / (nope + value);
     let rows = |first: usize, count: usize| {
         let mut values = vec![0.0; count * latent];

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::{Limits, LoadOptions, memory};
-use crate::cpu::{CpuOptions, CpuRanks, DraftModel, cache_bytes};
+use crate::cpu::{CpuOptions, CpuRanks, cache_bytes};
 use crate::cuda::{CudaBackend, CudaOptions, Device, RanksOptions, has_kernels};
 use crate::error::{Error, Result};
-use crate::model::{Backend, ModelConfig, Weights};
+use crate::model::{Backend, DraftModel, ModelConfig, ModelParams, Weights};
 use crate::weights::Slice;
 
 /// What `--backend` asks for.
@@ -71,7 +71,7 @@ impl Chosen {
 ///
 /// # Errors
 /// Input error if the GPU was asked for, by name or by `--rank-slice`, and there is none to use.
-pub(super) fn choose(options: &LoadOptions, draft_asked: bool) -> Result<Chosen> {
+pub(super) fn choose(options: &LoadOptions) -> Result<Chosen> {
     let sliced = options.rank_slice.is_some();
     if options.backend == BackendChoice::Cpu {
         return match sliced {
@@ -79,7 +79,7 @@ pub(super) fn choose(options: &LoadOptions, draft_asked: bool) -> Result<Chosen>
             false => Ok(Chosen::cpu(options, None)),
         };
     }
-    match (find_gpus(options, draft_asked), options.backend) {
+    match (find_gpus(options), options.backend) {
         (Ok(devices), _) => {
             let ranks = options.rank_slice.map_or(devices.len(), |slice| slice.of);
             Ok(Chosen { backend: BackendChoice::Cuda, left_gpu: None, ranks, devices })
@@ -93,7 +93,7 @@ pub(super) fn choose(options: &LoadOptions, draft_asked: bool) -> Result<Chosen>
 }
 
 /// The GPUs of the ranks that run, or why they cannot be used, as far as it can be told before a load.
-fn find_gpus(options: &LoadOptions, draft_asked: bool) -> std::result::Result<Vec<usize>, String> {
+fn find_gpus(options: &LoadOptions) -> std::result::Result<Vec<usize>, String> {
     if !has_kernels() {
         return Err("this build has no CUDA kernels (see talon version)".into());
     }
@@ -125,9 +125,6 @@ fn find_gpus(options: &LoadOptions, draft_asked: bool) -> std::result::Result<Ve
             return Err(error.to_string());
         }
     }
-    if draft_asked {
-        return Err("drafters do not run on a GPU yet (--draft none does)".into());
-    }
     Ok(devices)
 }
 
@@ -144,7 +141,7 @@ pub(super) fn start(
     progress: &dyn Fn(usize, usize),
 ) -> Result<Running> {
     if chosen.backend == BackendChoice::Cuda {
-        return start_cuda(chosen, config, weights, (options, limits), progress);
+        return start_cuda(chosen, config, weights, draft, (options, limits), progress);
     }
     let cpu = CpuOptions {
         tp: limits.tp,
@@ -161,10 +158,16 @@ fn start_cuda(
     chosen: &Chosen,
     config: &Arc<ModelConfig>,
     weights: &Weights,
+    draft: &DraftModel,
     (options, limits): (&LoadOptions, &Limits),
     progress: &dyn Fn(usize, usize),
 ) -> Result<Running> {
-    let params = |index: usize| weights.params(config, Slice { index, of: chosen.ranks });
+    let params = |index: usize| -> Result<ModelParams> {
+        let rank = Slice { index, of: chosen.ranks };
+        let mut params = weights.params(config, rank)?;
+        draft.join(&mut params, weights, config, rank)?;
+        Ok(params)
+    };
     let rank = options.rank_slice.map_or(0, |slice| slice.index);
     let cuda = CudaOptions {
         device: chosen.devices[0],

@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use log::info;
 
-use crate::cpu::DraftModel;
 use crate::error::{Error, Result};
-use crate::model::{Eagle3Head, ModelConfig};
+use crate::model::{DraftModel, Eagle3Head, ModelConfig};
 use crate::weights::{Audit, Checkpoint, MtpState, Role, Source};
 
 /// What `--draft` asks for.
@@ -21,13 +20,6 @@ pub enum DraftChoice {
     None,
     /// The EAGLE-3 head in this directory.
     Directory(PathBuf),
-}
-
-impl DraftChoice {
-    /// Whether a drafter was asked for by name.
-    pub fn is_explicit(&self) -> bool {
-        matches!(self, DraftChoice::Mtp | DraftChoice::Directory(_))
-    }
 }
 
 /// Opens the drafter that `choice` asks for; with its name in reports.

@@ -52,7 +52,7 @@ pub fn measure_exchanges(
     tell: &mut dyn FnMut(&str),
     progress: &dyn Fn(usize, usize),
 ) -> Result<ExchangeTimes> {
-    let chosen = choose(&LoadOptions { backend: BackendChoice::Cuda, ..options.clone() }, false)?;
+    let chosen = choose(&LoadOptions { backend: BackendChoice::Cuda, ..options.clone() })?;
     if chosen.devices.len() < 2 {
         return Err(Error::input(
             "--comm: one rank has nothing to exchange; name several, as in --devices 0,1 or --devices \

@@ -201,7 +201,7 @@ impl Engine {
             );
             warn!("{}", one_line(line));
         }
-        let chosen = backends::choose(options, options.draft.is_explicit())?;
+        let chosen = backends::choose(options)?;
         audit.check_ranks(&manifest, &config.geometry(), chosen.ranks)?;
 
         let total = scale_bytes(&audit);
@@ -221,8 +221,11 @@ impl Engine {
             tp: chosen.ranks,
             vocab_limit: vocabulary.min(config.vocab_size),
         };
+        // A slice is there to be timed, and what it says is noise.
+        let slice_without_drafter =
+            options.rank_slice.is_some() && options.draft == DraftChoice::Auto;
         let (draft, drafter) = drafting::open_drafter(
-            if chosen.backend == BackendChoice::Cuda { &DraftChoice::None } else { &options.draft },
+            if slice_without_drafter { &DraftChoice::None } else { &options.draft },
             &config,
             &checkpoint,
             &audit,

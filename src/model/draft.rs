@@ -8,6 +8,12 @@
 
 use crate::error::Result;
 
+/// Tokens of the longest chain.
+pub const MAX_GUESSES: usize = 7;
+
+/// Positions whose features are kept for a drafter. A drafter that has missed more begins anew.
+pub const FEATURE_POSITIONS: usize = 512;
+
 /// Which of the target's vectors a drafter reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FeatureSource {

@@ -4,6 +4,7 @@
 mod backend;
 mod config;
 mod draft;
+mod draft_model;
 mod eagle3;
 mod forward;
 mod params;
@@ -12,7 +13,11 @@ mod stages;
 
 pub use backend::Backend;
 pub use config::{ModelConfig, Quantization};
-pub use draft::{Draft, DraftRow, DraftStages, Drafted, FeatureSource, Hidden, draft};
+pub use draft::{
+    Draft, DraftRow, DraftStages, Drafted, FEATURE_POSITIONS, FeatureSource, Hidden, MAX_GUESSES,
+    draft,
+};
+pub use draft_model::{DraftModel, DraftParams, Eagle3Share, MtpJoin};
 pub use eagle3::{Eagle3Attention, Eagle3AttentionConfig, Eagle3Config, Eagle3Head, Eagle3Params};
 pub use forward::{decoder_layer, forward};
 pub use params::{

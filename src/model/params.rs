@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use super::config::ModelConfig;
+use super::draft_model::DraftParams;
 use crate::error::{Error, Result};
 use crate::weights::{Audit, Checkpoint, Geometry, Manifest, Matrix, Resolved, Slice};
 
@@ -38,6 +39,8 @@ pub struct ModelParams {
     pub norm: Vec<f32>,
     /// `[vocab_size / R, hidden_size]`
     pub lm_head: Matrix,
+    /// What drafts, besides the MTP layer's decoder layer.
+    pub drafter: Option<DraftParams>,
 }
 
 /// The multi-token-prediction layer (facts/glm5.md §4).
@@ -185,7 +188,9 @@ impl Weights {
         Ok(self.matrix(name, rank)?.to_vec())
     }
 
-    /// The tensors of a rank.
+    /// The target's tensors of a rank, without a drafter (see [`DraftModel::join`]).
+    ///
+    /// [`DraftModel::join`]: super::DraftModel::join
     ///
     /// # Errors
     /// Input error if the number of ranks cannot share the model.
@@ -200,6 +205,7 @@ impl Weights {
             shared_head_norm: Vec::new(),
             norm: self.vector("model.norm.weight", rank)?,
             lm_head: self.matrix("lm_head.weight", rank)?,
+            drafter: None,
         })
     }
 

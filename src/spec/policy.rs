@@ -6,6 +6,8 @@
 
 use std::time::Duration;
 
+use crate::model::MAX_GUESSES;
+
 /// How many tokens to guess in each round.
 #[derive(Debug, Clone)]
 pub enum Policy {
@@ -31,8 +33,6 @@ pub struct RoundCost {
     pub follows_draft: bool,
 }
 
-/// Longest chain that a policy asks for.
-pub const MAX_GUESSES: usize = 7;
 /// Rounds after which an observation has lost half its weight.
 const HALF_LIFE_ROUNDS: f64 = 24.0;
 /// A drafter starts with the benefit of the doubt, for one round.

@@ -7,7 +7,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 here=$root/tests/emulator
 cuda=${CUDA_HOME:-$root/.toolchain/cuda/nvidia/cu13}/include
 mkdir -p "$out"
-options=(-std=c++17 -O2 -g1 -fPIC -mtls-dialect=gnu2 -mavx2 -mfma -mf16c -ffp-contract=off
+options=(-std=c++17 -O2 -g1 -fPIC -mtls-dialect=gnu2 -mavx2 -mfma -mf16c -ffp-contract=off -fno-strict-aliasing
     -fvisibility=hidden -Wno-unknown-pragmas -Wno-attributes
     -I "$here/include" -I "$here" -isystem "$cuda")
 
@@ -15,7 +15,8 @@ options=(-std=c++17 -O2 -g1 -fPIC -mtls-dialect=gnu2 -mavx2 -mfma -mf16c -ffp-co
 compile() {
     local stem=$1
     local unit="$out/$stem.cpp"
-    printf '#include "kernel.h"\n#include "%s/kernels/%s.cu"\n' "$root" "$stem" > "$unit"
+    # Files may have functions of the same name.
+    printf '#include "kernel.h"\nnamespace {\n#include "%s/kernels/%s.cu"\n}\n' "$root" "$stem" > "$unit"
     # The words stay when their own macros are left out.
     g++ "${options[@]}" -E -P -D__emulator_names "$unit" | tr '\n' ' ' |
         grep -oP 'EMULATED_KERNEL\s+void\s+(EMULATED_CLUSTER\(\w+\)\s*)?\w+(?=\()' |
