@@ -4,84 +4,44 @@
 mod common;
 #[path = "common/engines.rs"]
 mod engines;
+#[path = "common/heads.rs"]
+mod heads;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use common::{Copy, DEMO, Tensors};
 use engines::{golden, greedy, repository_file, run, run_plain};
-use safetensors::SafeTensors;
+use heads::{Rows, draft_rows, opened};
 use talon::cpu::{CpuOptions, CpuRanks};
-use talon::engine::{DraftChoice, Engine, LoadOptions, Opened};
-use talon::model::{Backend, Draft, DraftModel, Drafted, Eagle3Head, Output, Row, Step, Weights};
+use talon::engine::{DraftChoice, Engine, LoadOptions};
+use talon::model::{DraftModel, Drafted, Eagle3Head, ModelConfig};
 use talon::spec::ModelDrafter;
 use talon::weights::{Source, demo, demo_eagle3};
 
 const LAYER: &str = "model.layers.8.";
 
-/// A drafter's golden of chat-1.
-struct Rows {
-    sequence: Vec<u32>,
-    /// Of the last prompt row and those behind.
-    logits: Vec<Vec<f32>>,
-}
-
-fn rows(name: &str) -> Rows {
-    let bytes = std::fs::read(repository_file(&format!("demo/golden/{name}.safetensors"))).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let ids = file.tensor("sequence_ids").unwrap().data().to_vec();
-    let logits = if name == "mtp" { "mtp_logits" } else { "draft_logits" };
-    let tensor = file.tensor(logits).unwrap();
-    let width = tensor.shape()[1];
-    let values: Vec<f32> =
-        tensor.data().as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
-    Rows {
-        sequence: ids.as_chunks::<8>().0.iter().map(|id| i64::from_le_bytes(*id) as u32).collect(),
-        logits: values.chunks_exact(width).map(<[f32]>::to_vec).collect(),
-    }
-}
-
-/// Runs a golden's sequence and drafts two tokens after each of its rows.
+/// What a drafter on CPU ranks drafts over a golden's sequence.
 fn draft(
     source: Source,
-    draft: impl Fn(&Opened) -> DraftModel,
+    draft: impl Fn(&ModelConfig) -> DraftModel,
     golden: &Rows,
     tp: usize,
 ) -> Vec<Vec<Drafted>> {
-    let opened = Opened::new(source, false).unwrap();
-    let draft_model = draft(&opened);
-    let Opened { config, checkpoint, manifest, audit, .. } = opened;
+    let (config, weights) = opened(source);
+    let draft_model = draft(&config);
     let vocab_limit = config.vocab_size;
-    let weights = Weights::new(checkpoint, manifest, audit).unwrap();
     let options = CpuOptions { tp, context: 128, parallel: 1, vocab_limit };
     let mut ranks = CpuRanks::start(&Arc::new(config), &weights, &draft_model, options).unwrap();
-    let row = |(position, token): (usize, &u32)| Row {
-        sequence: 0,
-        first: 0,
-        position,
-        token: *token,
-        output: Output::None,
-    };
-    ranks.step(Step { rows: golden.sequence.iter().enumerate().map(row).collect() }).unwrap();
-    let prompt = engines::golden("chat-1").prompt.len();
-    let mut next = 0;
-    let drafts = (prompt..prompt + golden.logits.len()).map(|end| {
-        let tokens = golden.sequence[next + 1..=end].to_vec();
-        let request =
-            Draft { sequence: 0, first: 0, position: next, tokens, count: 2, keep_logits: true };
-        next = end;
-        // The second guess leaves a row behind that the next draft must overwrite.
-        ranks.draft(request).unwrap()
-    });
-    drafts.collect()
+    draft_rows(&mut ranks, golden, engines::golden("chat-1").prompt.len())
 }
 
-fn mtp(_: &Opened) -> DraftModel {
+fn mtp(_: &ModelConfig) -> DraftModel {
     DraftModel::Mtp
 }
 
-fn eagle3(opened: &Opened) -> DraftModel {
-    DraftModel::Eagle3(Box::new(Eagle3Head::open(demo_eagle3(), &opened.config, None).unwrap()))
+fn eagle3(config: &ModelConfig) -> DraftModel {
+    DraftModel::Eagle3(Box::new(Eagle3Head::open(demo_eagle3(), config, None).unwrap()))
 }
 
 /// Largest difference of the first guesses from the golden logits.
@@ -106,7 +66,7 @@ fn apart(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f32 {
 
 #[test]
 fn mtp_logits_are_the_goldens() {
-    let golden = rows("mtp");
+    let golden = Rows::of_demo("mtp");
     for tp in [1, 2, 8] {
         let worst = worst(&draft(demo(), mtp, &golden, tp), &golden);
         println!("MTP on {tp} ranks: max |Δlogit| {worst:e}");
@@ -116,7 +76,7 @@ fn mtp_logits_are_the_goldens() {
 
 #[test]
 fn eagle3_logits_are_the_goldens() {
-    let golden = rows("eagle3");
+    let golden = Rows::of_demo("eagle3");
     for tp in [1, 2, 8] {
         let worst = worst(&draft(demo(), eagle3, &golden, tp), &golden);
         println!("EAGLE-3 on {tp} ranks: max |Δlogit| {worst:e}");
@@ -138,7 +98,7 @@ fn directory(copy: &Copy) -> Source {
 /// the checkpoint is what the mistake would do.
 #[test]
 fn the_golden_sees_mtp_wired_wrongly() {
-    let golden = rows("mtp");
+    let golden = Rows::of_demo("mtp");
     let seen = |what: &str, edit: &dyn Fn(&mut Tensors)| {
         let copy = edited(edit);
         let worst = worst(&draft(directory(&copy), mtp, &golden, 1), &golden);
@@ -177,7 +137,7 @@ fn scale_columns(tensors: &mut Tensors, name: &str, even: f32) {
 /// the state before that norm would not see them.
 #[test]
 fn mtp_reads_the_hidden_state_behind_the_final_norm() {
-    let golden = rows("mtp");
+    let golden = Rows::of_demo("mtp");
     let copy = edited(|tensors| scale_columns(tensors, "model.norm.weight", 2.0));
     let [right, scaled] = [demo(), directory(&copy)].map(|source| draft(source, mtp, &golden, 1));
     let moved = apart(&logits(&right, 0), &logits(&scaled, 0));
@@ -189,7 +149,7 @@ fn mtp_reads_the_hidden_state_behind_the_final_norm() {
 /// the second by the recycled hidden state alone. One from before that norm would not change it.
 #[test]
 fn mtp_recycles_the_hidden_state_behind_its_norm() {
-    let golden = rows("mtp");
+    let golden = Rows::of_demo("mtp");
     let copy = edited(|tensors| {
         scale_columns(tensors, &format!("{LAYER}shared_head.norm.weight"), 2.0);
         scale_columns(tensors, "lm_head.weight", 0.5);

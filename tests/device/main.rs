@@ -9,8 +9,11 @@
 mod common;
 #[path = "../common/engines.rs"]
 mod engines;
+#[path = "../common/heads.rs"]
+mod heads;
 
 mod chains;
+mod drafters;
 mod errors;
 mod goldens;
 mod layouts;
