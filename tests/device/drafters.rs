@@ -19,8 +19,9 @@ use crate::ranks::on;
 use crate::{device, load, on_cpu, try_load, turn};
 
 /// Largest difference from a golden logit as a share of the golden's largest; the goldens are f64's and
-/// f32's, the GPU rounds activations to 16 bits.
-const BOUND: f32 = 1e-2;
+/// f32's, the GPU rounds activations to 16 bits. Seen: 2.6e-3 for the random heads, 7e-4 for the demo's. The
+/// smallest of the known mistakes (tests/fixtures/eagle3/README.md) makes 4e-2.
+const BOUND: f32 = 5e-3;
 
 /// A backend that drafts with `draft`, its ranks all on the first GPU.
 fn start(
