@@ -168,6 +168,12 @@ __device__ __forceinline__ void run_shared(
     };
     const int each = end - first;
     Ring<format, DOWN_RING, Source> ring(shared, source, DOWN_TILES * each);
+    float upper[DOWN_TILES], lower[DOWN_TILES];
+#pragma unroll
+    for (int tile = 0; tile < DOWN_TILES; tile++) {
+        const int row = (blockIdx.x * DOWN_TILES + tile) * TILE + g;
+        upper[tile] = w.row_scale<format>(row), lower[tile] = w.row_scale<format>(row + 8);
+    }
     wait_for_producer();
     const half* vector[NB];
 #pragma unroll
@@ -175,6 +181,11 @@ __device__ __forceinline__ void run_shared(
         vector[n] = x + static_cast<size_t>(min(n * 8 + g, count - 1)) * w.columns + first * UNIT;
     }
     const auto put = [&](int tile, float(&acc)[NB][4]) {
+#pragma unroll
+        for (int n = 0; n < NB; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[n][i] *= i < 2 ? upper[tile] : lower[tile];
+        }
         store_term<NB>(terms, tile, acc, [&](int, float& scale) {
             scale = w.global * DECODED_SCALE<format>;
             return used + warp;
@@ -225,6 +236,11 @@ __device__ __forceinline__ void down(
                 break;
             case FP8:
                 run_shared<NB, FP8>(shared_down, shared_activations, used, count, shared, terms);
+                break;
+            case FP8_ROWS:
+                run_shared<NB, FP8_ROWS>(
+                    shared_down, shared_activations, used, count, shared, terms
+                );
                 break;
             default:
                 run_shared<NB, NVFP4>(shared_down, shared_activations, used, count, shared, terms);

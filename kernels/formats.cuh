@@ -1,7 +1,7 @@
 // Stored formats of weights, in the order in which the mma instruction takes them.
 //
 // A matrix [rows, columns] is cut into tiles of 16 rows and units of 128 columns, padded with
-// zeros. A unit of a tile is 1 (NVFP4), 2 (FP8) or 4 (F16) slots of 1 KiB; a warp copies a slot as
+// zeros. A unit of a tile is 1 (NVFP4), 2 (FP8, FP8_ROWS) or 4 (F16) slots of 1 KiB; a warp copies a slot as
 // 2 x 32 lanes x 16 bytes, and each lane gets its own operands. Lane (g, q) owns rows g and g + 8.
 // Within a block of 32 columns it owns columns 8q..8q+7, so that it reads its part of the vector as
 // 16 consecutive bytes: the columns of a dot product may be permuted as long as both sides agree.
@@ -11,7 +11,13 @@
 
 #include "common.cuh"
 
-enum Format : int { F16 = 0, FP8 = 1, NVFP4 = 2 };
+// FP8 has a scale for 128 x 128 codes, FP8_ROWS one for each row, which the finished sums are
+// multiplied with.
+enum Format : int { F16 = 0, FP8 = 1, NVFP4 = 2, FP8_ROWS = 3 };
+
+// Codes of 8 bits.
+template <int format>
+constexpr bool IS_FP8 = format == FP8 || format == FP8_ROWS;
 
 constexpr int TILE = 16;
 constexpr int UNIT = 128;
@@ -24,7 +30,7 @@ constexpr int NVFP4_SCALES = 128;
 constexpr int FP8_SCALES = 8;
 
 template <int format>
-constexpr int SLOTS = format == F16 ? 4 : format == FP8 ? 2 : 1;
+constexpr int SLOTS = format == F16 ? 4 : IS_FP8<format> ? 2 : 1;
 
 template <int format>
 constexpr int SCALES = format == NVFP4 ? NVFP4_SCALES : format == FP8 ? FP8_SCALES : 0;
@@ -35,11 +41,12 @@ constexpr float F16_FACTOR = 64;
 
 // What the decoded values of a format are short of.
 template <int format>
-constexpr float DECODED_SCALE = format == NVFP4 ? 128.0f : format == FP8 ? 256.0f : 1 / F16_FACTOR;
+constexpr float DECODED_SCALE = format == NVFP4 ? 128.0f : IS_FP8<format> ? 256.0f : 1 / F16_FACTOR;
 
 // A matrix, or a rank's share of it (cuda/layout.rs has the same struct).
 struct Matrix {
     const uint8_t* codes;
+    // Of units; FP8_ROWS: an f32 for each row.
     const uint8_t* scales;
     // NVFP4's scale of the whole tensor, else 1.
     float global;
@@ -48,6 +55,12 @@ struct Matrix {
     // Columns that the vector has, a multiple of 8.
     int columns;
     int format;
+
+    // The scale that a row's finished sums take.
+    template <int format>
+    __device__ float row_scale(int row) const {
+        return format == FP8_ROWS ? __ldg(reinterpret_cast<const float*>(scales) + row) : 1;
+    }
 
     __device__ int tiles() const { return rows / TILE; }
     __device__ int units() const { return (columns + UNIT - 1) / UNIT; }

@@ -161,7 +161,7 @@ struct Ring {
                 const uint32_t a[8] = {first.x,  first.y,  first.z,  first.w,
                                        second.x, second.y, second.z, second.w};
                 block<NB>(a, x, more, part, even, odd);
-            } else if (format == FP8) {
+            } else if (IS_FP8<format>) {
 #pragma unroll
                 for (int half_of = 0; half_of < 2; half_of++) {
                     const uint4 c = half_of == 0 ? first : second;
@@ -249,6 +249,11 @@ __device__ __forceinline__ void linear_in_format(
         share.step
     };
     Ring<format, RING, Strided<format>> ring(shared, source, share.count);
+    __shared__ float row_scales[TILES * TILE];
+    if (format == FP8_ROWS && threadIdx.x < TILES * TILE) {
+        const int row = first_tile * TILE + threadIdx.x;
+        row_scales[threadIdx.x] = row < w.rows ? w.row_scale<format>(row) : 0;
+    }
     wait_for_producer();
 
     const half* vector[NB];
@@ -279,7 +284,8 @@ __device__ __forceinline__ void linear_in_format(
         float sum = 0;
 #pragma unroll
         for (int k = 0; k < WK; k++) sum += of_tile[k * SIZE];
-        of_tile[0] = sum * scale;
+        of_tile[0] =
+            format == FP8_ROWS ? sum * scale * row_scales[i / SIZE * TILE + i % TILE] : sum * scale;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < TILES * SIZE; i += LINEAR_THREADS) {
@@ -314,6 +320,11 @@ __device__ __forceinline__ void linear(
             break;
         case FP8:
             linear_in_format<WK, NB, FP8>(
+                w, first_tile, split, splits, x, stride, rows, shared, results.values, finish
+            );
+            break;
+        case FP8_ROWS:
+            linear_in_format<WK, NB, FP8_ROWS>(
                 w, first_tile, split, splits, x, stride, rows, shared, results.values, finish
             );
             break;

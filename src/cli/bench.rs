@@ -44,7 +44,7 @@ pub struct BenchCommand {
     ignore_eos: bool,
 
     /// drafter: auto (an EAGLE-3 head that came with the model, else MTP, else none), mtp, none, or
-    /// the directory of an EAGLE-3 head; on the CPU only yet (default: auto)
+    /// the directory of an EAGLE-3 head (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     draft: String,
 
@@ -111,6 +111,11 @@ pub struct BenchCommand {
     /// split)
     #[argh(option, default = "\"split\".into()", arg_name = "how")]
     experts: String,
+
+    /// attention, shared experts, dense MLPs and lm_head: stored, as in the checkpoint, or fp8, rounded
+    /// to 8 bits with a scale for each row: half of their bytes (default: stored)
+    #[argh(option, default = "\"stored\".into()", arg_name = "name")]
+    dense_weights: String,
 
     /// test and time the links between GPUs again, though an earlier start has
     #[argh(switch)]
@@ -205,6 +210,7 @@ impl BenchCommand {
             prefill_chunk: self.prefill_chunk,
             latent_eps: self.latent_eps,
             ignore_index: self.ignore_index,
+            dense_weights: &self.dense_weights,
             draft: DraftOptions {
                 draft: &self.draft,
                 draft_tokens: &self.draft_tokens,
@@ -289,6 +295,7 @@ impl BenchCommand {
             ("--shared-gpu", self.shared_gpu != unset.shared_gpu),
             ("--reduce", self.reduce != unset.reduce),
             ("--experts", self.experts != unset.experts),
+            ("--dense-weights", self.dense_weights != unset.dense_weights),
             ("--requalify", self.requalify),
             ("--rank-slice", self.rank_slice != unset.rank_slice),
             ("--card-bandwidth", self.card_bandwidth.is_some()),

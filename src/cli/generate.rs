@@ -98,7 +98,7 @@ pub struct GenerateCommand {
     logits: Option<String>,
 
     /// drafter: auto (an EAGLE-3 head that came with the model, else MTP, else none), mtp, none, or
-    /// the directory of an EAGLE-3 head; on the CPU only yet; the text does not depend on it
+    /// the directory of an EAGLE-3 head; the text does not depend on it
     /// (default: auto)
     #[argh(option, default = "\"auto\".into()", arg_name = "name")]
     draft: String,
@@ -141,6 +141,11 @@ pub struct GenerateCommand {
     /// split)
     #[argh(option, default = "\"split\".into()", arg_name = "how")]
     experts: String,
+
+    /// attention, shared experts, dense MLPs and lm_head: stored, as in the checkpoint, or fp8, rounded
+    /// to 8 bits with a scale for each row: half of their bytes (default: stored)
+    #[argh(option, default = "\"stored\".into()", arg_name = "name")]
+    dense_weights: String,
 
     /// test and time the links between GPUs again, though an earlier start has
     #[argh(switch)]
@@ -196,6 +201,7 @@ impl GenerateCommand {
             prefill_chunk: self.prefill_chunk,
             latent_eps: self.latent_eps,
             ignore_index: self.ignore_index,
+            dense_weights: &self.dense_weights,
             draft: DraftOptions {
                 draft: &self.draft,
                 draft_tokens: &self.draft_tokens,

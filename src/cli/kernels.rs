@@ -5,7 +5,7 @@ use std::fmt::Write;
 use argh::FromArgs;
 use serde_json::{Value, json};
 
-use super::model_options::{parse_devices, parse_rank_slice};
+use super::model_options::{parse_dense_weights, parse_devices, parse_rank_slice};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
 use crate::cuda::{KernelTimes, RanksOptions};
@@ -70,6 +70,11 @@ pub struct KernelsCommand {
     #[argh(option, arg_name = "n")]
     context: Option<usize>,
 
+    /// attention, shared experts, dense MLPs and lm_head: stored, or fp8 with a scale for each row
+    /// (default: stored)
+    #[argh(option, default = "\"stored\".into()", arg_name = "name")]
+    dense_weights: String,
+
     /// time the exchanges between GPUs instead: microseconds of reduce_norm by variant and size
     #[argh(switch)]
     comm: bool,
@@ -113,6 +118,7 @@ impl KernelsCommand {
             gpus: RanksOptions { devices, ..RanksOptions::default() },
             rank_slice: Some(parse_rank_slice(&asked.rank_slice)?),
             context: asked.context,
+            dense_weights: parse_dense_weights(&self.dense_weights)?,
             ..LoadOptions::default()
         };
         let progress = Progress::bytes(if self.check { "checking" } else { "loading" });

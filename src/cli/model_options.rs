@@ -1,7 +1,7 @@
 //! Options that all commands which load a model share: their checks and what they become.
 
 use crate::cuda::{RanksOptions, Sharing, Variant};
-use crate::engine::{BackendChoice, DraftChoice, Engine, ExpertSplit, LoadOptions};
+use crate::engine::{BackendChoice, DenseWeights, DraftChoice, Engine, ExpertSplit, LoadOptions};
 use crate::error::{Error, Result};
 use crate::weights::{Slice, Source};
 
@@ -19,6 +19,7 @@ pub struct ModelOptions<'a> {
     pub prefill_chunk: usize,
     pub latent_eps: Option<f32>,
     pub ignore_index: bool,
+    pub dense_weights: &'a str,
     pub draft: DraftOptions<'a>,
 }
 
@@ -139,6 +140,7 @@ impl ModelOptions<'_> {
             backend,
             gpus,
             experts,
+            dense_weights: parse_dense_weights(self.dense_weights)?,
             rank_slice,
             tp: self.tp,
             context: self.context,
@@ -158,6 +160,15 @@ impl ModelOptions<'_> {
             });
         progress.finish();
         engine
+    }
+}
+
+/// How the dense weights are held.
+pub fn parse_dense_weights(text: &str) -> Result<DenseWeights> {
+    match text {
+        "stored" => Ok(DenseWeights::Stored),
+        "fp8" => Ok(DenseWeights::Fp8),
+        other => Err(Error::input(format!("--dense-weights {other}: expected stored or fp8"))),
     }
 }
 

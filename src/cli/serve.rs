@@ -94,6 +94,11 @@ pub struct ServeCommand {
     #[argh(option, default = "\"split\".into()", arg_name = "how")]
     experts: String,
 
+    /// attention, shared experts, dense MLPs and lm_head: stored, as in the checkpoint, or fp8, rounded
+    /// to 8 bits with a scale for each row: half of their bytes (default: stored)
+    #[argh(option, default = "\"stored\".into()", arg_name = "name")]
+    dense_weights: String,
+
     /// test and time the links between GPUs again, though an earlier start has
     #[argh(switch)]
     requalify: bool,
@@ -213,6 +218,7 @@ impl ServeCommand {
             prefill_chunk: self.prefill_chunk,
             latent_eps: None,
             ignore_index: self.ignore_index,
+            dense_weights: &self.dense_weights,
             draft: DraftOptions {
                 draft: &self.draft,
                 draft_tokens: &self.draft_tokens,

@@ -39,6 +39,7 @@ pub enum Format {
     F16 = 0,
     Fp8 = 1,
     Nvfp4 = 2,
+    Fp8Rows = 3,
 }
 
 impl Format {
@@ -48,6 +49,7 @@ impl Format {
             StoredFormat::F32 | StoredFormat::F16 | StoredFormat::Bf16 => Format::F16,
             StoredFormat::Fp8Block => Format::Fp8,
             StoredFormat::Nvfp4 => Format::Nvfp4,
+            StoredFormat::Fp8Rows => Format::Fp8Rows,
         }
     }
 
@@ -55,7 +57,7 @@ impl Format {
     pub fn unit_codes(self) -> usize {
         match self {
             Format::F16 => 4 * SLOT_CODES,
-            Format::Fp8 => 2 * SLOT_CODES,
+            Format::Fp8 | Format::Fp8Rows => 2 * SLOT_CODES,
             Format::Nvfp4 => SLOT_CODES,
         }
     }
@@ -63,7 +65,8 @@ impl Format {
     /// Bytes of a unit's scales.
     pub fn unit_scales(self) -> usize {
         match self {
-            Format::F16 => 0,
+            // A scale for a row is not one of a unit.
+            Format::F16 | Format::Fp8Rows => 0,
             Format::Fp8 => 8,
             Format::Nvfp4 => 128,
         }
@@ -75,6 +78,7 @@ impl Format {
 #[repr(C)]
 pub struct DeviceMatrix {
     pub codes: u64,
+    /// Of units, or in [`Format::Fp8Rows`] an f32 for each of the matrix's rows.
     pub scales: u64,
     pub global: f32,
     /// A multiple of [`TILE`]; 0 for a matrix that is not there.
@@ -103,6 +107,7 @@ impl DeviceMatrix {
         match self.format {
             0 => Format::F16,
             1 => Format::Fp8,
+            3 => Format::Fp8Rows,
             _ => Format::Nvfp4,
         }
     }
@@ -110,7 +115,8 @@ impl DeviceMatrix {
     /// Bytes that a step reads of it.
     pub fn bytes(&self) -> usize {
         let format = self.stored_as();
-        self.tiles() * self.units() * (format.unit_codes() + format.unit_scales())
+        let units = self.tiles() * self.units() * (format.unit_codes() + format.unit_scales());
+        units + if format == Format::Fp8Rows { self.rows as usize * size_of::<f32>() } else { 0 }
     }
 }
 

@@ -36,6 +36,8 @@ pub trait Rows {
     fn codes(&self, rows: Range<usize>, out: &mut [u8]) -> Result<()>;
     /// Writes NVFP4's scales of `rows`.
     fn scales(&self, rows: Range<usize>, out: &mut [u8]);
+    /// The scale of a row, in the format that has one.
+    fn row_scale(&self, row: usize) -> f32;
     /// FP8's scale at a row and a column.
     fn fp8_scale(&self, row: usize, column: usize) -> f32;
     /// Whether FP8's blocks begin at the first row and column.
@@ -69,6 +71,10 @@ impl Rows for Matrix {
         self.copy_block_scales(rows, out);
     }
 
+    fn row_scale(&self, row: usize) -> f32 {
+        Matrix::row_scale(self, row)
+    }
+
     fn fp8_scale(&self, row: usize, column: usize) -> f32 {
         Matrix::fp8_scale(self, row, column)
     }
@@ -98,6 +104,10 @@ impl Rows for Floats {
     }
 
     fn scales(&self, _rows: Range<usize>, _out: &mut [u8]) {}
+
+    fn row_scale(&self, _row: usize) -> f32 {
+        1.0
+    }
 
     fn fp8_scale(&self, _row: usize, _column: usize) -> f32 {
         1.0
@@ -294,7 +304,10 @@ impl Places {
         };
         let units = placed.tiles() * placed.units() * count;
         placed.codes = self.take(units * format.unit_codes());
-        placed.scales = self.take(units * format.unit_scales());
+        placed.scales = self.take(match format {
+            Format::Fp8Rows => rows * count * size_of::<f32>(),
+            _ => units * format.unit_scales(),
+        });
         placed
     }
 

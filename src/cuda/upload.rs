@@ -106,7 +106,7 @@ impl Uploader {
         let rows_of_tile = TILE / piece.parts.len();
         let bits = match piece.format {
             Format::F16 => 16,
-            Format::Fp8 => 8,
+            Format::Fp8 | Format::Fp8Rows => 8,
             Format::Nvfp4 => 4,
         };
         if !piece.columns.is_multiple_of(if piece.format == Format::Nvfp4 { 16 } else { 8 }) {
@@ -169,7 +169,7 @@ impl Uploader {
                 shape(pieces),
                 &[
                     Arg::of(&stored),
-                    (piece.format as i32).into(),
+                    (codes_as(piece.format) as i32).into(),
                     (count as i32).into(),
                     (units as i32).into(),
                     codes_to.into(),
@@ -190,10 +190,31 @@ impl Uploader {
             }
             done.record(&self.stream)?;
         }
-        if piece.format == Format::Fp8 {
-            self.fp8_scales(piece, placed, first_unit)?;
+        match piece.format {
+            Format::Fp8 => self.fp8_scales(piece, placed, first_unit),
+            Format::Fp8Rows => self.row_scales(piece, placed, index),
+            Format::F16 | Format::Nvfp4 => Ok(()),
         }
-        Ok(())
+    }
+
+    /// A scale for each row, in the order of the tiles' rows.
+    fn row_scales(&mut self, piece: &Piece, placed: &DeviceMatrix, index: usize) -> Result<()> {
+        let rows_of_tile = TILE / piece.parts.len();
+        let rows = placed.tiles() * TILE;
+        let scales: Vec<u8> = (0..rows)
+            .flat_map(|row| {
+                let (tile, within) = (row / TILE, row % TILE);
+                let part = piece.parts[within / rows_of_tile];
+                // Rows of padding have zeros for codes.
+                let row = tile * rows_of_tile + within % rows_of_tile;
+                part.row_scale(row.min(part.rows() - 1)).to_ne_bytes()
+            })
+            .collect();
+        let to = placed.scales + (index * rows * size_of::<f32>()) as u64;
+        self.bytes(to, scales.len(), |range, out| {
+            out.copy_from_slice(&scales[range]);
+            Ok(())
+        })
     }
 
     /// Two scales for each unit: of its upper and its lower 8 rows.
@@ -228,4 +249,9 @@ impl Uploader {
             Ok(())
         })
     }
+}
+
+/// The format whose codes lie in the same order.
+fn codes_as(format: Format) -> Format {
+    if format == Format::Fp8Rows { Format::Fp8 } else { format }
 }

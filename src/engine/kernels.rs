@@ -87,7 +87,7 @@ pub(super) fn open_rank(
         Opened::new(source, options.ignore_index)?;
     let slice = options.rank_slice.unwrap_or(Slice { index: 0, of: 1 });
     audit.check_ranks(&manifest, &config.geometry(), slice.of)?;
-    let weights = Weights::new(checkpoint, manifest, audit)?;
+    let weights = Weights::new(checkpoint, manifest, audit)?.with_dense(options.dense_weights);
     let params = weights.params(&config, slice)?;
     Ok((Arc::new(config), params, slice))
 }

@@ -35,9 +35,9 @@ use log::{info, warn};
 
 use crate::cuda::RanksOptions;
 use crate::error::{Error, Result, one_line};
-pub use crate::model::ExpertSplit;
 pub use crate::model::ModelConfig;
 use crate::model::{Backend, Eagle3Head, Quantization, Weights};
+pub use crate::model::{DenseWeights, ExpertSplit};
 use crate::spec::Policy;
 use crate::weights::{
     Audit, Checkpoint, Manifest, Severity, Slice, Source, audit, check_scales, scale_bytes,
@@ -56,6 +56,8 @@ pub struct LoadOptions {
     pub rank_slice: Option<Slice>,
     /// How ranks share the routed experts.
     pub experts: ExpertSplit,
+    /// How the dense weights are held.
+    pub dense_weights: DenseWeights,
     /// Number of ranks; default: one for each GPU, or one on the CPU.
     pub tp: Option<usize>,
     /// Tokens that a sequence may have; default: the model's maximum, at most 8192.
@@ -83,6 +85,7 @@ impl Default for LoadOptions {
             gpus: RanksOptions::default(),
             rank_slice: None,
             experts: ExpertSplit::default(),
+            dense_weights: DenseWeights::default(),
             tp: None,
             context: None,
             parallel: 1,
@@ -237,8 +240,13 @@ impl Engine {
             );
         }
 
-        let layout = audit.layout.clone();
-        let weights = Weights::new(checkpoint, manifest, audit)?.with_experts(options.experts);
+        let layout = match options.dense_weights {
+            DenseWeights::Stored => audit.layout.clone(),
+            DenseWeights::Fp8 => format!("{}, dense weights held in fp8", audit.layout),
+        };
+        let weights = Weights::new(checkpoint, manifest, audit)?
+            .with_experts(options.experts)
+            .with_dense(options.dense_weights);
         let config = Arc::new(config);
         // The bar goes on with the weights that go to a device.
         let uploaded = |bytes: usize, all: usize| progress(bytes as u64, total + all as u64);

@@ -21,8 +21,8 @@ pub use draft_model::{DraftModel, DraftParams, Eagle3Share, MtpJoin};
 pub use eagle3::{Eagle3Attention, Eagle3AttentionConfig, Eagle3Config, Eagle3Head, Eagle3Params};
 pub use forward::{decoder_layer, forward};
 pub use params::{
-    AttentionParams, DenseParams, ExpertParams, ExpertSplit, IndexerParams, LayerParams, MlpParams,
-    ModelParams, MoeParams, MtpParams, Weights,
+    AttentionParams, DenseParams, DenseWeights, ExpertParams, ExpertSplit, IndexerParams,
+    LayerParams, MlpParams, ModelParams, MoeParams, MtpParams, Weights,
 };
 pub use rows::{Output, Row, RowResult, Step};
 pub use stages::{Norm, Stages};

@@ -7,7 +7,7 @@ use std::ops::Range;
 use super::config::ModelConfig;
 use super::draft_model::DraftParams;
 use crate::error::{Error, Result};
-use crate::weights::{Audit, Checkpoint, Geometry, Manifest, Matrix, Resolved, Slice};
+use crate::weights::{Audit, Checkpoint, Geometry, Manifest, Matrix, Resolved, Slice, to_fp8_rows};
 
 /// How ranks share the routed experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,9 +19,21 @@ pub enum ExpertSplit {
     Whole,
 }
 
+/// How the dense weights are held: those of attention, shared experts, dense MLPs and lm_head. (The
+/// indexer and the router, whose small errors change what is chosen, stay as they are stored.)
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DenseWeights {
+    /// As they are stored.
+    #[default]
+    Stored,
+    /// E4M3 with a scale for each row, if they are stored in more bits (`weights::to_fp8_rows`).
+    Fp8,
+}
+
 /// A checkpoint that passed its audit.
 pub struct Weights {
     experts: ExpertSplit,
+    dense: DenseWeights,
     checkpoint: Checkpoint,
     manifest: Manifest,
     modules: HashMap<String, Resolved>,
@@ -144,13 +156,18 @@ impl Weights {
     /// Input error that names the first error of the audit.
     pub fn new(checkpoint: Checkpoint, manifest: Manifest, audit: Audit) -> Result<Self> {
         audit.refuse_errors()?;
-        let experts = ExpertSplit::default();
-        Ok(Self { experts, checkpoint, manifest, modules: audit.modules })
+        let (experts, dense) = (ExpertSplit::default(), DenseWeights::default());
+        Ok(Self { experts, dense, checkpoint, manifest, modules: audit.modules })
     }
 
     /// The same weights, with the routed experts shared in another way.
     pub fn with_experts(self, experts: ExpertSplit) -> Self {
         Self { experts, ..self }
+    }
+
+    /// The same weights, with the dense ones held in another way.
+    pub fn with_dense(self, dense: DenseWeights) -> Self {
+        Self { dense, ..self }
     }
 
     /// Whether the checkpoint has the module called `name`.
@@ -180,6 +197,15 @@ impl Weights {
         Matrix::new(&self.checkpoint, &self.manifest, resolved, rank)
     }
 
+    /// A rank's share of a matrix of the dense weights.
+    fn dense_matrix(&self, name: &str, rank: Slice) -> Result<Matrix> {
+        let matrix = self.matrix(name, rank)?;
+        match self.dense {
+            DenseWeights::Stored => Ok(matrix),
+            DenseWeights::Fp8 => to_fp8_rows(name, matrix),
+        }
+    }
+
     /// The values of the vector called `name`.
     ///
     /// # Errors
@@ -204,7 +230,7 @@ impl Weights {
             layers,
             shared_head_norm: Vec::new(),
             norm: self.vector("model.norm.weight", rank)?,
-            lm_head: self.matrix("lm_head.weight", rank)?,
+            lm_head: self.dense_matrix("lm_head.weight", rank)?,
             drafter: None,
         })
     }
@@ -247,9 +273,10 @@ impl Weights {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let matrix = |part: &str| self.matrix(&name(part), rank);
         let vector = |part: &str| self.vector(&name(part), rank);
-        let swiglu = |block: &str, share: Slice| -> Result<DenseParams> {
-            let matrix = |part: &str| self.matrix(&name(&format!("{block}.{part}.weight")), share);
-            Ok(DenseParams {
+        let dense = |part: &str| self.dense_matrix(&name(part), rank);
+        let swiglu = |block: &str, matrix: &dyn Fn(&str) -> Result<Matrix>| {
+            let matrix = |part: &str| matrix(&format!("{block}.{part}.weight"));
+            Ok::<_, Error>(DenseParams {
                 gate_proj: matrix("gate_proj")?,
                 up_proj: matrix("up_proj")?,
                 down_proj: matrix("down_proj")?,
@@ -267,32 +294,33 @@ impl Weights {
         let moe = || -> Result<MoeParams> {
             let (own, share) = self.own_experts(config, rank)?;
             let first_expert = own.start;
-            let expert = |expert: usize| swiglu(&format!("mlp.experts.{expert}"), share);
+            let routed = |part: &str| self.matrix(&name(part), share);
+            let expert = |expert: usize| swiglu(&format!("mlp.experts.{expert}"), &routed);
             Ok(MoeParams {
                 gate: matrix("mlp.gate.weight")?,
                 e_score_correction_bias: vector("mlp.gate.e_score_correction_bias")?,
                 experts: own.map(expert).collect::<Result<Vec<ExpertParams>>>()?,
                 first_expert,
-                shared_experts: swiglu("mlp.shared_experts", rank)?,
+                shared_experts: swiglu("mlp.shared_experts", &dense)?,
             })
         };
         Ok(LayerParams {
             input_layernorm: vector("input_layernorm.weight")?,
             attention: AttentionParams {
-                q_a_proj: matrix("self_attn.q_a_proj.weight")?,
+                q_a_proj: dense("self_attn.q_a_proj.weight")?,
                 q_a_layernorm: vector("self_attn.q_a_layernorm.weight")?,
-                q_b_proj: matrix("self_attn.q_b_proj.weight")?,
-                kv_a_proj_with_mqa: matrix("self_attn.kv_a_proj_with_mqa.weight")?,
+                q_b_proj: dense("self_attn.q_b_proj.weight")?,
+                kv_a_proj_with_mqa: dense("self_attn.kv_a_proj_with_mqa.weight")?,
                 kv_a_layernorm: vector("self_attn.kv_a_layernorm.weight")?,
-                kv_b_proj: matrix("self_attn.kv_b_proj.weight")?,
-                o_proj: matrix("self_attn.o_proj.weight")?,
+                kv_b_proj: dense("self_attn.kv_b_proj.weight")?,
+                o_proj: dense("self_attn.o_proj.weight")?,
             },
             indexer: shape.indexer.then(indexer).transpose()?,
             post_attention_layernorm: vector("post_attention_layernorm.weight")?,
             mlp: if shape.moe {
                 MlpParams::Moe(moe()?)
             } else {
-                MlpParams::Dense(swiglu("mlp", rank)?)
+                MlpParams::Dense(swiglu("mlp", &dense)?)
             },
         })
     }

@@ -54,6 +54,8 @@ pub enum StoredFormat {
     Nvfp4,
     /// E4M3 codes, an f32 scale for 128 x 128 of them.
     Fp8Block,
+    /// E4M3 codes, an f32 scale for each row; no checkpoint has it (`fp8_rows`).
+    Fp8Rows,
 }
 
 #[derive(Clone)]
@@ -63,6 +65,7 @@ enum Values {
     F16(Bytes),
     Nvfp4 { codes: Bytes, block_scales: Bytes, global_scale: f32 },
     Fp8Block { codes: Bytes, block_scales: Bytes },
+    Fp8Rows { codes: Bytes, row_scales: Bytes },
 }
 
 /// Both values of every NVFP4 byte.
@@ -127,8 +130,8 @@ impl Matrix {
         }
     }
 
-    /// A whole matrix of bytes that were made: codes row by row, and the scales of blocks where the
-    /// format has them. NVFP4's scale of the tensor is 1.
+    /// A whole matrix of bytes that were made: codes row by row, and the scales of blocks or rows where
+    /// the format has them. NVFP4's scale of the tensor is 1.
     ///
     /// # Errors
     /// Runtime error if there are not as many bytes as the shape takes.
@@ -146,6 +149,7 @@ impl Matrix {
             StoredFormat::Fp8Block => {
                 (count, rows.div_ceil(FP8_BLOCK) * columns.div_ceil(FP8_BLOCK) * 4)
             }
+            StoredFormat::Fp8Rows => (count, rows * 4),
         };
         if (codes.len(), scales.len()) != (code_bytes, scale_bytes) {
             return Err(Error::runtime(format!(
@@ -162,6 +166,7 @@ impl Matrix {
             StoredFormat::F16 => Values::F16(codes),
             StoredFormat::Nvfp4 => Values::Nvfp4 { codes, block_scales, global_scale: 1.0 },
             StoredFormat::Fp8Block => Values::Fp8Block { codes, block_scales },
+            StoredFormat::Fp8Rows => Values::Fp8Rows { codes, row_scales: block_scales },
         };
         Ok(Self { rows: 0..rows, columns: 0..columns, stride: columns, values })
     }
@@ -252,6 +257,19 @@ impl Matrix {
                     *out = E4M3[usize::from(*code)] * read_f32(block_scales, block);
                 }
             }
+            Values::Fp8Rows { codes, row_scales } => {
+                let mut row = at / self.stride;
+                let first = (self.stride - at % self.stride).min(count);
+                let (head, rest) = out[..count].split_at_mut(first);
+                let mut codes = codes[at..at + count].iter();
+                for out in std::iter::once(head).chain(rest.chunks_mut(self.stride)) {
+                    let scale = read_f32(row_scales, row);
+                    for (out, code) in out.iter_mut().zip(&mut codes) {
+                        *out = E4M3[usize::from(*code)] * scale;
+                    }
+                    row += 1;
+                }
+            }
         }
     }
 
@@ -263,6 +281,7 @@ impl Matrix {
             Values::F16(_) => StoredFormat::F16,
             Values::Nvfp4 { .. } => StoredFormat::Nvfp4,
             Values::Fp8Block { .. } => StoredFormat::Fp8Block,
+            Values::Fp8Rows { .. } => StoredFormat::Fp8Rows,
         }
     }
 
@@ -281,7 +300,7 @@ impl Matrix {
             Values::F32(bytes) => (bytes, 32),
             Values::Bf16(bytes) | Values::F16(bytes) => (bytes, 16),
             Values::Nvfp4 { codes, .. } => (codes, 4),
-            Values::Fp8Block { codes, .. } => (codes, 8),
+            Values::Fp8Block { codes, .. } | Values::Fp8Rows { codes, .. } => (codes, 8),
         };
         self.copy_rows(bytes, rows, |values| values * bits / 8, out);
     }
@@ -321,6 +340,14 @@ impl Matrix {
         let (row, column) = (self.rows.start + row, self.columns.start + column);
         let blocks_per_row = self.stride.div_ceil(FP8_BLOCK);
         read_f32(block_scales, row / FP8_BLOCK * blocks_per_row + column / FP8_BLOCK)
+    }
+
+    /// The scale of a row of a matrix that has one for each; 1 in other formats.
+    pub fn row_scale(&self, row: usize) -> f32 {
+        match &self.values {
+            Values::Fp8Rows { row_scales, .. } => read_f32(row_scales, self.rows.start + row),
+            _ => 1.0,
+        }
     }
 
     /// Whether a block of FP8 scales begins at the first row and at the first column.
