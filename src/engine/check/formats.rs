@@ -33,6 +33,7 @@ pub fn check_formats(target: &dyn Target) -> Result<Vec<StageCheck>> {
         ("formats nvfp4", nvfp4(&not_negative)?),
         ("formats nvfp4, scales < 0", nvfp4(&negative)?),
         ("formats fp8", fp8()?),
+        ("formats fp8, rows", fp8_rows()?),
         ("formats bf16", bf16()?),
     ];
     let mut checks = Vec::new();
@@ -77,6 +78,17 @@ fn fp8() -> Result<Matrix> {
     let scales = (0..4).flat_map(|_| (random.uniform() * 0.01).to_le_bytes()).collect();
     let codes = (0..rows * columns).map(code).collect();
     Matrix::from_bytes(StoredFormat::Fp8Block, (rows, columns), codes, scales)
+}
+
+/// All finite codes in every column of a unit, under a scale of random mantissa for each row.
+fn fp8_rows() -> Result<Matrix> {
+    let codes: Vec<u8> = (0..=255).filter(finite).collect();
+    let (rows, columns) = (codes.len(), 2 * BLOCK);
+    let mut random = Random::new(9);
+    let scales = (0..rows).flat_map(|_| (random.uniform() * 0.01).to_le_bytes()).collect();
+    let code = |i: usize| codes[(i / columns + i % columns) % codes.len()];
+    let codes = (0..rows * columns).map(code).collect();
+    Matrix::from_bytes(StoredFormat::Fp8Rows, (rows, columns), codes, scales)
 }
 
 /// All BF16 values that the device's f16 holds, with both zeros.
