@@ -8,13 +8,21 @@ CUDA := .toolchain/cuda
 CUDA_RELEASE := 13.0.*
 CUDA_PACKAGES := $(foreach part,cuda-nvcc nvvm cuda-crt cuda-runtime cuda-cccl,"nvidia-$(part)==$(CUDA_RELEASE)")
 
-.PHONY: help demo test build bench load emulator lint soak deny toolchain nextest clients clean
+# One file for other boxes: zig links it against the symbols of an old glibc.
+DIST_TARGET := x86_64-unknown-linux-gnu
+DIST_GLIBC := 2.17
+DIST := dist/talon-$(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)-x86_64-linux
+ZIG := .toolchain/zig
+ZIG_PACKAGES := cargo-zigbuild==0.24.1 ziglang==0.15.2
+CARGO_HOME_PATH := $(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)
+
+.PHONY: help demo test build dist test-dist zig bench load emulator lint soak deny toolchain nextest clients clean
 
 # The Python clients that tests/http_clients.rs runs.
 CLIENTS := .toolchain/python
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: build ## build, let the demo model answer, and measure this box with it
 	$(BINARY) generate "What is 17 + 25?"
@@ -28,6 +36,26 @@ test: toolchain nextest clients ## the whole test suite
 
 build: toolchain ## the binary, target/release/talon
 	$(CARGO) build --release --locked
+
+# No path of this machine may reach the file: the same commit gives the same bytes in every folder.
+dist: toolchain zig ## one file for other boxes, dist/talon-VERSION-x86_64-linux, for glibc 2.17 or later
+	TALON_REQUIRE_KERNELS=1 CARGO_ZIGBUILD_ZIG_PATH=$(CURDIR)/$(ZIG)/ziglang/zig \
+	  RUSTFLAGS="--remap-path-prefix=$(CURDIR)=/talon --remap-path-prefix=$(CARGO_HOME_PATH)=/cargo" \
+	  $(ZIG)/bin/cargo-zigbuild zigbuild --release --locked --target $(DIST_TARGET).$(DIST_GLIBC)
+	@mkdir -p dist
+	@cp target/$(DIST_TARGET)/release/talon $(DIST)
+	@cd dist && sha256sum $(notdir $(DIST)) | tee $(notdir $(DIST)).sha256
+
+test-dist: dist ## prove it: size, libraries, glibc version, a run in an old distribution (root, debootstrap)
+	tests/dist.sh $(DIST)
+
+zig:
+	@if [ ! -x $(ZIG)/bin/cargo-zigbuild ]; then \
+	  echo "installing $(ZIG_PACKAGES) into $(ZIG)"; \
+	  rm -rf $(ZIG) $(ZIG).new; \
+	  PIP_ROOT_USER_ACTION=ignore python3 -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --target $(ZIG).new $(ZIG_PACKAGES) && mv $(ZIG).new $(ZIG); \
+	fi
 
 bench: build ## the figures of docs/measurements.md: decode rates, speculation, start-up
 	$(BINARY) bench --draft none --ignore-eos --tp 1

@@ -68,6 +68,30 @@ fn version_tells_what_is_built_in() {
 }
 
 #[test]
+fn version_names_the_commit_and_the_locked_crates() {
+    let version = succeeds(&["version", "--json", "-"]).json();
+    let text = succeeds(&["version"]).stdout;
+    let commit = version["commit"].as_str().unwrap();
+    let id = commit.strip_suffix("-dirty").unwrap_or(commit);
+    let is_id = id.len() == 12 && id.chars().all(|c| c.is_ascii_hexdigit());
+    assert!(is_id || commit == "unknown", "{commit}");
+    assert!(text.lines().next().unwrap().ends_with(&format!("({commit})")), "{text}");
+    assert!(version["rustc"].as_str().unwrap().starts_with("rustc 1."), "{version}");
+    // Every crate of [dependencies], none of [dev-dependencies], each as Cargo.lock has it.
+    let lock = std::fs::read_to_string(repository("Cargo.lock")).unwrap();
+    let crates = version["crates"].as_object().unwrap();
+    assert!(crates.contains_key("argh") && crates.contains_key("tokenizers"), "{version}");
+    assert!(!crates.contains_key("proptest"), "{version}");
+    for (name, version) in crates {
+        let version = version.as_str().unwrap();
+        let entry = format!("name = \"{name}\"\nversion = \"{version}\"\n");
+        assert!(lock.contains(&entry), "{name} {version} is not in Cargo.lock");
+        assert!(text.contains(&format!("{name} {version}")), "{text}");
+    }
+    assert!(text.lines().all(|line| line.len() <= 100), "{text}");
+}
+
+#[test]
 fn bad_usage_is_one_line_and_exit_code_2() {
     // With --backend cpu where it is found behind a load, which may have told of the CPU by then.
     for (args, words) in [
