@@ -84,6 +84,14 @@ pub fn report(context: &RunContext, measured: &Measured) -> Value {
             "launches": device.launches,
             "read_roof": device.read_roof,
         })),
+        "load": engine.load_figures().map(|load| json!({
+            "bytes": load.bytes,
+            "seconds": load.seconds,
+            "gb_per_s": load.rate() / 1e9,
+            "cache": load.cache(),
+            "resident_before": load.resident_before,
+            "disk_bytes": load.disk_bytes,
+        })),
         "settings": {
             "backend": engine.backend_name(),
             "experts": match engine.experts() {

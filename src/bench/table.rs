@@ -24,6 +24,7 @@ pub fn table(report: &Value) -> String {
         settings["draft"].as_str().unwrap_or("none"),
     );
     let summary = &report["summary"];
+    text += &load_line(&report["load"]);
     text += &device_line(&report["device"], &summary["baseline"]["step_ms"]["p50"]);
     text.push('\n');
     let rows: Vec<(&str, &Value)> = classes(summary).chain([("all", summary)]).collect();
@@ -43,6 +44,22 @@ pub fn table(report: &Value) -> String {
         let _ = write_sweep(&mut text, sweep);
     }
     text + &projection_lines(&report["projection"])
+}
+
+/// What the load read of files, and how fast.
+fn load_line(load: &Value) -> String {
+    let number = |key: &str| load[key].as_f64();
+    let (Some(bytes), Some(seconds), Some(rate)) =
+        (number("bytes"), number("seconds"), number("gb_per_s"))
+    else {
+        return String::new();
+    };
+    format!(
+        "loaded {:.2} GB in {seconds:.2} s: {rate:.2} GB/s, page cache {} ({:.0} % resident before)\n",
+        bytes / 1e9,
+        word(&load["cache"]),
+        number("resident_before").unwrap_or(0.0) * 100.0
+    )
 }
 
 /// What a plain step reads of the device's memory, and how fast.

@@ -12,7 +12,10 @@ pub struct Progress {
 impl Progress {
     /// A bar that counts bytes; [`Progress::of`] gives the total.
     pub fn bytes(label: &'static str) -> Self {
-        Self::new(label, "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}")
+        Self::new(
+            label,
+            "{msg} {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}, {eta} left",
+        )
     }
 
     /// A bar that counts to `total`.

@@ -13,7 +13,7 @@ use crate::engine::{ModelConfig, Opened, TextModel, eagle3_fault};
 use crate::error::{Error, Result};
 use crate::weights::{
     Checkpoint, HashList, INDEX, Problem, Severity, Source, check_scales, compare_hashes,
-    hash_files, scale_bytes,
+    hash_files,
 };
 
 /// Audit a checkpoint by its headers: index, shards, dtype and shape of every tensor, MTP layer.
@@ -117,8 +117,10 @@ impl VerifyCommand {
         let head = source.eagle3_head().map(|head| head_summary(head, config, problems));
         if self.scales {
             let progress = Progress::bytes("reading scales");
-            progress.of(scale_bytes(audit));
-            problems.extend(check_scales(checkpoint, manifest, audit, &|n| progress.add(n)));
+            problems.extend(check_scales(checkpoint, manifest, audit, &|bytes, total| {
+                progress.of(total);
+                progress.add(bytes);
+            })?);
             progress.finish();
         }
         let bytes: usize = checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum();

@@ -42,6 +42,11 @@ pub fn warn_if_larger_than_memory(tensor_bytes: usize) {
     }
 }
 
+/// Whether the page cache can hold this much beside what is in use.
+pub fn holds(bytes: usize) -> bool {
+    available_bytes().is_none_or(|available| bytes < available)
+}
+
 fn slow(tensor_bytes: usize, total: usize) -> Option<String> {
     (tensor_bytes > total).then(|| {
         format!(

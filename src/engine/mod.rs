@@ -7,6 +7,7 @@ mod door;
 mod drafting;
 mod generate;
 mod kernels;
+mod load_figures;
 mod memory;
 mod output;
 mod sampler;
@@ -22,6 +23,7 @@ pub use door::{Door, Event, Refusal, Status, Ticket};
 pub use drafting::DraftChoice;
 pub use generate::{Generation, Request, Round, generate_on};
 pub use kernels::{ExchangeTimes, measure_exchanges, measure_kernels};
+pub use load_figures::LoadFigures;
 pub use output::{OutputText, opens_reasoning};
 pub use sampler::{Sampling, TokenLogprobs};
 pub use scheduler::Scheduler;
@@ -40,8 +42,7 @@ use crate::model::{Backend, Eagle3Head, Quantization, Weights};
 pub use crate::model::{DenseWeights, ExpertSplit};
 use crate::spec::Policy;
 use crate::weights::{
-    Audit, Checkpoint, Manifest, Severity, Slice, Source, audit, check_scales, scale_bytes,
-    synthetic,
+    Audit, Checkpoint, Manifest, Reading, Severity, Slice, Source, What, audit, synthetic,
 };
 
 /// Settings of a load.
@@ -116,6 +117,7 @@ pub struct Engine {
     limits: Limits,
     drafter: Option<String>,
     policy: Policy,
+    load: Option<LoadFigures>,
 }
 
 /// What the engine was sized for.
@@ -179,8 +181,8 @@ pub fn eagle3_fault(head: Source, config: &ModelConfig) -> Option<Error> {
 }
 
 impl Engine {
-    /// Loads a model. `progress` is called with (bytes of scales checked since the last call, all
-    /// such bytes), from several threads.
+    /// Loads a model. `progress` is called with (bytes read or uploaded since the last call, all such
+    /// bytes), from several threads.
     ///
     /// # Errors
     /// Input error that names what is wrong with the checkpoint or does not fit.
@@ -207,12 +209,6 @@ impl Engine {
         let chosen = backends::choose(options)?;
         audit.check_ranks(&manifest, &config.geometry(), chosen.ranks)?;
 
-        let total = scale_bytes(&audit);
-        let bad = check_scales(&checkpoint, &manifest, &audit, &|bytes| progress(bytes, total));
-        if let Some(first) = bad.first() {
-            return Err(Error::input(first.line()));
-        }
-
         config.latent_norm_eps = options.latent_eps.unwrap_or(config.latent_norm_eps);
         let text = TextModel::open(&checkpoint.source, &config.eos_token_id)?.map(Arc::new);
         let vocabulary =
@@ -234,12 +230,6 @@ impl Engine {
             &audit,
             options.draft_rope_theta,
         )?;
-        if chosen.backend == BackendChoice::Cpu {
-            memory::warn_if_larger_than_memory(
-                checkpoint.tensors.values().map(|tensor| tensor.range.len()).sum(),
-            );
-        }
-
         let layout = match options.dense_weights {
             DenseWeights::Stored => audit.layout.clone(),
             DenseWeights::Fp8 => format!("{}, dense weights held in fp8", audit.layout),
@@ -248,8 +238,24 @@ impl Engine {
             .with_experts(options.experts)
             .with_dense(options.dense_weights);
         let config = Arc::new(config);
+        let needed = draft.needed(&weights, &config);
+        let everything = Reading::new(&needed, What::Everything);
+        let bytes = everything.bytes() as usize;
+        if chosen.backend == BackendChoice::Cpu {
+            memory::warn_if_larger_than_memory(bytes);
+        }
+        // Files that do not fit would push their own pages out before they are used.
+        let reading = match memory::holds(bytes) {
+            true => everything,
+            false => Reading::new(&needed, What::Scales),
+        };
+        let (read, load) = LoadFigures::measure(&reading, progress)?;
+        if let Some(first) = read.problems.first() {
+            return Err(Error::input(first.line()));
+        }
+        let total = read.bytes as usize;
         // The bar goes on with the weights that go to a device.
-        let uploaded = |bytes: usize, all: usize| progress(bytes as u64, total + all as u64);
+        let uploaded = |bytes: usize, all: usize| progress(bytes as u64, (total + all) as u64);
         let backends::Running { backend, name, device } =
             backends::start(&chosen, &config, &weights, &draft, (options, &limits), &uploaded)?;
         info!("{layout}; {name} backend, {} ranks, context {}", limits.tp, limits.context);
@@ -282,12 +288,18 @@ impl Engine {
             limits,
             drafter,
             policy,
+            load,
         })
     }
 
     /// `cpu` or `cuda`.
     pub fn backend_name(&self) -> &'static str {
         self.backend_name
+    }
+
+    /// How the weights were read, if it was from files.
+    pub fn load_figures(&self) -> Option<&LoadFigures> {
+        self.load.as_ref()
     }
 
     /// What the model takes of a device, where it runs on one.

@@ -7,7 +7,7 @@ use super::draft::FeatureSource;
 use super::eagle3::{Eagle3Config, Eagle3Head, Eagle3Params};
 use super::params::{ModelParams, MtpParams, Weights};
 use crate::error::Result;
-use crate::weights::{Matrix, Slice};
+use crate::weights::{Matrix, Needed, Slice};
 
 /// What a model drafts with.
 pub enum DraftModel {
@@ -48,6 +48,16 @@ pub struct Eagle3Share {
 }
 
 impl DraftModel {
+    /// What a load reads: the target's weights, and the drafter's own.
+    pub fn needed<'a>(&'a self, weights: &'a Weights, config: &ModelConfig) -> Vec<Needed<'a>> {
+        let layers = config.num_hidden_layers;
+        match self {
+            DraftModel::None => vec![weights.needed(layers)],
+            DraftModel::Mtp => vec![weights.needed(layers + 1)],
+            DraftModel::Eagle3(head) => vec![weights.needed(layers), head.needed()],
+        }
+    }
+
     /// Adds a rank's share of the drafter to `params`, its share of the target.
     ///
     /// # Errors

@@ -7,7 +7,9 @@ use serde_json::Value;
 use super::config::ModelConfig;
 use super::params::Weights;
 use crate::error::{Error, Result};
-use crate::weights::{Checkpoint, Geometry, Manifest, Matrix, Slice, Source, audit, check_scales};
+use crate::weights::{
+    Checkpoint, Geometry, Manifest, Matrix, Needed, Slice, Source, audit, check_scales,
+};
 
 /// Configuration of a head.
 #[derive(Debug, Clone, PartialEq)]
@@ -248,7 +250,7 @@ impl Eagle3Head {
         if let Some(unknown) = audit.problems.iter().find(|p| p.kind == "unknown_tensors") {
             return Err(Error::input(unknown.line()));
         }
-        if let Some(bad) = check_scales(&checkpoint, &manifest, &audit, &|_| {}).first() {
+        if let Some(bad) = check_scales(&checkpoint, &manifest, &audit, &|_, _| {})?.first() {
             return Err(Error::input(bad.line()));
         }
         let draft_to_target = draft_to_target(&checkpoint, &config, target)?;
@@ -280,6 +282,11 @@ impl Eagle3Head {
             self.config.fc_norm,
             self.config.norm_output
         );
+    }
+
+    /// What a load reads of the head.
+    pub fn needed(&self) -> Needed<'_> {
+        self.weights.needed(1)
     }
 
     /// The head's tensors on a rank.

@@ -7,7 +7,9 @@ use std::ops::Range;
 use super::config::ModelConfig;
 use super::draft_model::DraftParams;
 use crate::error::{Error, Result};
-use crate::weights::{Audit, Checkpoint, Geometry, Manifest, Matrix, Resolved, Slice, to_fp8_rows};
+use crate::weights::{
+    Audit, Checkpoint, Geometry, Manifest, Matrix, Needed, Resolved, Slice, to_fp8_rows,
+};
 
 /// How ranks share the routed experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -173,6 +175,13 @@ impl Weights {
     /// Whether the checkpoint has the module called `name`.
     pub fn has(&self, name: &str) -> bool {
         self.modules.contains_key(name)
+    }
+
+    /// The modules that a load reads: those of layers below `layers`, and those outside of layers.
+    pub fn needed(&self, layers: usize) -> Needed<'_> {
+        let loaded = |m: &&Resolved| m.module.layer.is_none_or(|layer| layer < layers);
+        let modules = self.modules.values().filter(loaded).collect();
+        Needed { checkpoint: &self.checkpoint, manifest: &self.manifest, modules }
     }
 
     /// Whether the number of ranks divides all sizes that ranks share.

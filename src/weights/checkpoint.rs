@@ -138,6 +138,11 @@ impl Checkpoint {
         bytes.slice(tensor.range.clone()).unwrap_or_else(|| Bytes::embedded(&[]))
     }
 
+    /// The bytes of a shard's file.
+    pub(super) fn shard_bytes(&self, shard: usize) -> &Bytes {
+        &self.shards[shard].bytes
+    }
+
     /// Name of the shard that holds a tensor, as messages show it.
     pub fn file_of(&self, tensor: &TensorRef) -> String {
         self.source.display(&self.shards[tensor.shard].name)

@@ -5,11 +5,17 @@
 
 use std::fs::File;
 use std::ops::{Deref, Range};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, Once};
 
 use crate::error::{Error, Result};
+
+/// Bytes that the page cache takes and gives at a time.
+pub(super) const PAGE: usize = 4096;
+/// Bytes of one request to read ahead. The kernel cuts a longer one, without a word, to what the disk
+/// is set to read ahead, which is 128 KiB where nobody has changed it.
+const AHEAD: usize = 128 << 10;
 
 /// A cheap, cloneable view of read-only bytes.
 #[derive(Clone)]
@@ -63,6 +69,100 @@ impl Bytes {
     }
 }
 
+/// Mapped bytes and the page cache. Bytes that are not mapped are in memory anyway.
+impl Bytes {
+    /// Whether they are a part of a file.
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.backing, Backing::Mapped(_))
+    }
+
+    /// How many of them the page cache holds. The kernel tells it to who owns the file or may write to
+    /// it; for others it says all.
+    pub(super) fn resident(&self) -> usize {
+        let Backing::Mapped(mapping) = &self.backing else {
+            return self.range.len();
+        };
+        let start = self.range.start / PAGE * PAGE;
+        let len = self.range.end - start;
+        let mut pages = vec![0u8; len.div_ceil(PAGE)];
+        // SAFETY: `start` lies in the mapping and on a page, `len` does not leave it, and `pages` has a
+        // byte for each page of it.
+        let failed = unsafe {
+            let from = mapping.map.as_ptr().add(start).cast_mut().cast();
+            libc::mincore(from, len, pages.as_mut_ptr()) != 0
+        };
+        if failed || pages.is_empty() {
+            return 0;
+        }
+        let resident = pages.iter().filter(|page| **page & 1 == 1).count();
+        self.range.len() * resident / pages.len()
+    }
+
+    /// Whether a page that is not in memory is read alone, or with what lies around it.
+    pub(super) fn read_exactly(&self, exactly: bool) {
+        if let Backing::Mapped(mapping) = &self.backing {
+            let advice = if exactly { memmap2::Advice::Random } else { memmap2::Advice::Normal };
+            // Only advice: where the kernel does not take it, more is read than asked for.
+            let _ = mapping.map.advise(advice);
+        }
+    }
+
+    /// Brings them into the page cache, all requests to the disk at once, and into this process. They
+    /// are not copied. `ahead`: they may not be there yet.
+    ///
+    /// # Errors
+    /// Runtime error that names the file if the disk fails or the file has become shorter.
+    pub(super) fn read_in(&self, ahead: bool) -> Result<()> {
+        let Backing::Mapped(mapping) = &self.backing else {
+            return Ok(());
+        };
+        let advise = |advice, range: Range<usize>| {
+            mapping.map.advise_range(advice, range.start, range.len())
+        };
+        if ahead {
+            for start in self.range.clone().step_by(AHEAD) {
+                let range = start..(start + AHEAD).min(self.range.end);
+                // What cannot be had fails below.
+                let _ = advise(memmap2::Advice::WillNeed, range);
+            }
+        }
+        loop {
+            match advise(memmap2::Advice::PopulateRead, self.range.clone()) {
+                Ok(()) => return Ok(()),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                // Linux before 5.14 has no such call.
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+                    self.iter().step_by(PAGE).for_each(|byte| {
+                        std::hint::black_box(byte);
+                    });
+                    return Ok(());
+                }
+                Err(e) => {
+                    return Err(self
+                        .changed()
+                        .unwrap_or_else(|| mapping.unreadable(&self.range, &e)));
+                }
+            }
+        }
+    }
+
+    /// An error if the file is no longer as long as it was when it was mapped.
+    pub(super) fn changed(&self) -> Option<Error> {
+        let Backing::Mapped(mapping) = &self.backing else {
+            return None;
+        };
+        let file = mapping.path.display();
+        let len = std::fs::metadata(&mapping.path).ok()?.len();
+        (len != mapping.map.len() as u64).then(|| {
+            Error::runtime(format!(
+                "{file}: has {len} bytes and had {} when the load began; restore the file and start \
+                 again",
+                mapping.map.len()
+            ))
+        })
+    }
+}
+
 impl Deref for Bytes {
     type Target = [u8];
 
@@ -77,6 +177,7 @@ impl Deref for Bytes {
 
 struct Mapping {
     map: memmap2::Mmap,
+    path: PathBuf,
     region: Option<usize>,
 }
 
@@ -89,7 +190,17 @@ impl Mapping {
         // shrinks, the SIGBUS handler above ends the process.
         let map = unsafe { memmap2::Mmap::map(file)? };
         let region = register(map.as_ptr() as usize, map.len(), path);
-        Ok(Self { map, region })
+        Ok(Self { map, path: path.to_owned(), region })
+    }
+
+    fn unreadable(&self, range: &Range<usize>, error: &std::io::Error) -> Error {
+        Error::runtime(format!(
+            "{}: cannot read bytes {} to {}: {error}; the disk may be failing (dmesg says more), so \
+             copy the file to another one",
+            self.path.display(),
+            range.start,
+            range.end
+        ))
     }
 }
 

@@ -2,7 +2,8 @@
 //! says which tensors a model family has, and the audit of a checkpoint against it.
 //!
 //! In: a directory or the embedded demo. Out: [`Resolved`] modules (a format and the bytes of its
-//! parts) that `model::params` slices for a rank. Nothing here reads a shard into memory.
+//! parts) that `model::params` slices for a rank. Shards stay mapped; a load reads what it needs of them
+//! once (`reading`).
 
 mod audit;
 mod checkpoint;
@@ -13,6 +14,7 @@ mod hashes;
 mod header;
 mod manifest;
 mod mmap;
+mod reading;
 mod scales;
 mod source;
 mod synthetic;
@@ -26,6 +28,7 @@ pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
 pub use header::{ShardHeader, read_header};
 pub use manifest::{Axis, Entry, Format, Geometry, LayerShape, Manifest, Module, PartShape, Role};
 pub use mmap::Bytes;
-pub use scales::{check_scales, scale_bytes};
+pub use reading::{Needed, Read, Reading, What};
+pub use scales::check_scales;
 pub use source::{EmbeddedFile, Source};
 pub use synthetic::synthetic;

@@ -4,59 +4,33 @@
 //! One NaN scale turns a whole block of weights into NaN and every answer into noise, so loading
 //! does this too.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-
 use safetensors::Dtype;
 
 use super::audit::{Audit, Problem, Resolved, Severity};
 use super::checkpoint::{Checkpoint, TensorRef};
 use super::formats::decode_e4m3;
 use super::manifest::{Manifest, Role};
+use super::reading::{Needed, Reading, What};
+use crate::error::Result;
 
 /// Problems with the scales of all modules in `audit`, sorted by tensor. `progress` is called with
-/// the bytes read since its last call, from several threads.
+/// the bytes read since its last call and all of them, from several threads.
+///
+/// # Errors
+/// Runtime error that names the file if it cannot be read.
 pub fn check_scales(
     checkpoint: &Checkpoint,
     manifest: &Manifest,
     audit: &Audit,
-    progress: &(dyn Fn(u64) + Sync),
-) -> Vec<Problem> {
-    let mut quantised: Vec<&Resolved> =
-        audit.modules.values().filter(|module| module.parts.len() > 1).collect();
-    // In the order of the files: a disk reads ahead, and a page is read once.
-    quantised.sort_by_key(|module| {
-        module.parts.iter().map(|(_, tensor)| (tensor.shard, tensor.range.start)).min()
-    });
-    let next = AtomicUsize::new(0);
-    let problems = Mutex::new(Vec::new());
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                while let Some(module) = quantised.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    for (role, tensor) in module.parts.iter().filter(|(r, _)| *r != Role::Values) {
-                        if let Some(problem) = check(checkpoint, manifest, module, *role, tensor) {
-                            problems.lock().unwrap_or_else(PoisonError::into_inner).push(problem);
-                        }
-                        progress(tensor.range.len() as u64);
-                    }
-                }
-            });
-        }
-    });
-    let mut problems = problems.into_inner().unwrap_or_else(PoisonError::into_inner);
-    problems.sort_by(|a: &Problem, b| a.tensor.cmp(&b.tensor));
-    problems
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Vec<Problem>> {
+    let modules = audit.modules.values().collect();
+    let needed = Needed { checkpoint, manifest, modules };
+    Ok(Reading::new(&[needed], What::Scales).run(progress)?.problems)
 }
 
-/// Bytes that [`check_scales`] reads.
-pub fn scale_bytes(audit: &Audit) -> u64 {
-    let parts = audit.modules.values().filter(|m| m.parts.len() > 1).flat_map(|m| &m.parts);
-    parts.filter(|(role, _)| *role != Role::Values).map(|(_, t)| t.range.len() as u64).sum()
-}
-
-fn check(
+/// What is wrong with a module's scales.
+pub(super) fn check(
     checkpoint: &Checkpoint,
     manifest: &Manifest,
     module: &Resolved,
