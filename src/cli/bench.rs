@@ -234,6 +234,7 @@ impl BenchCommand {
             fingerprint: doctor::fingerprint(),
         };
         let report = bench::report(&context, &measured);
+        doctor::keep_bench(&report);
         if let Some(target) = &self.json {
             write_json(target, &report)?;
         }

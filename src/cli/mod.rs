@@ -2,6 +2,7 @@
 
 mod argv;
 mod bench;
+mod doctor;
 mod generate;
 mod interrupt;
 mod kernels;
@@ -23,12 +24,14 @@ use crate::error::{Error, Kind, one_line};
 #[argh(
     example = "Ask the model that is inside this binary:\n  {command_name} generate \"What is 17 + 25?\"",
     example = "Measure this box:\n  {command_name} bench",
+    example = "Say why it is slow:\n  {command_name} doctor",
     example = "Serve it to OpenAI's clients, with a chat page:\n  {command_name} serve",
     example = "Audit a checkpoint before loading it:\n  {command_name} verify --model ./GLM-5.2-NVFP4 --tp 8",
     note = "Options may be written --name value or --name=value. -v (or RUST_LOG) logs more.",
     error_code(1, "failed while running"),
     error_code(2, "bad arguments or bad input (checkpoint, prompt file)"),
     error_code(3, "bench: speculation changed the text, which it must not"),
+    error_code(4, "doctor: a check has failed"),
     error_code(130, "interrupted")
 )]
 struct Talon {
@@ -40,6 +43,7 @@ struct Talon {
 #[argh(subcommand)]
 enum Command {
     Bench(bench::BenchCommand),
+    Doctor(doctor::DoctorCommand),
     Generate(generate::GenerateCommand),
     Kernels(kernels::KernelsCommand),
     Serve(serve::ServeCommand),
@@ -67,6 +71,7 @@ pub fn run(args: Vec<String>) -> ExitCode {
     interrupt::install(matches!(talon.command, Command::Serve(_)));
     let done = match talon.command {
         Command::Bench(command) => return finish(command.run()),
+        Command::Doctor(command) => return finish(command.run()),
         Command::Generate(command) => command.run(),
         Command::Kernels(command) => command.run(),
         Command::Serve(command) => command.run(),

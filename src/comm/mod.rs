@@ -11,5 +11,5 @@ mod variant;
 pub use choice::Choice;
 pub use qualify::{Links, Plan, Qualified, Times, Way, check_choice, qualify};
 pub use shared_memory::SharedMemory;
-pub use store::{Breadcrumb, load_choice, store_choice};
+pub use store::{Breadcrumb, load_choice, read_cached, store_choice, write_cached};
 pub use variant::{Phase, Variant};

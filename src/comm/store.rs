@@ -14,28 +14,38 @@ fn folder() -> Option<PathBuf> {
     Some(cache.or_else(|| Some(PathBuf::from(set("HOME")?).join(".cache")))?.join("talon"))
 }
 
-fn file() -> Option<PathBuf> {
-    Some(folder()?.join("links.json"))
-}
+/// The file that choices are kept in.
+const LINKS: &str = "links.json";
 
 /// The choice that was stored for this box; `None` for another box, or if the file is not ours to
 /// read or was damaged: then the links are qualified anew.
 pub fn load_choice(fingerprint: &str) -> Option<Choice> {
-    let text = std::fs::read_to_string(file()?).ok()?;
-    parse(&text, fingerprint)
+    parse(&read_cached(LINKS)?, fingerprint)
 }
 
-/// Stores a choice; what cannot be stored is measured again next time. The file is replaced whole.
-pub fn store_choice(fingerprint: &str, found: &Qualified) {
-    let (Some(folder), Some(file)) = (folder(), file()) else { return };
+/// What an earlier run keeps under this name for the box's user; `None` if nothing does.
+pub fn read_cached(name: &str) -> Option<String> {
+    std::fs::read_to_string(folder()?.join(name)).ok()
+}
+
+/// Keeps a text under a name for later runs; the file is replaced whole. What cannot be stored is done
+/// without.
+pub fn write_cached(name: &str, text: &str) {
+    let Some(folder) = folder() else { return };
+    let file = folder.join(name);
     let stored = std::fs::create_dir_all(&folder).and_then(|()| {
         let new = file.with_extension(format!("{}.new", std::process::id()));
-        std::fs::write(&new, text(fingerprint, found))?;
+        std::fs::write(&new, text)?;
         std::fs::rename(&new, &file)
     });
     if let Err(error) = stored {
         log::info!("{}: not stored: {error}", file.display());
     }
+}
+
+/// Stores a choice; what cannot be stored is measured again next time. The file is replaced whole.
+pub fn store_choice(fingerprint: &str, found: &Qualified) {
+    write_cached(LINKS, &text(fingerprint, found));
 }
 
 /// What lies on the disk while links are tried: some boxes go down when one GPU touches another's memory.

@@ -1,8 +1,7 @@
 //! NCCL's all-reduce between the same GPUs: the yardstick that `talon kernels --comm` puts beside
 //! talon's own exchanges. The library is loaded where there is one, and nothing else uses it.
 
-use std::ffi::{CStr, CString, OsStr, OsString, c_char, c_int, c_void};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::{CStr, OsStr, OsString, c_char, c_int, c_void};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -11,6 +10,7 @@ use cudarc::driver::sys::{CUstream, cuLaunchHostFunc};
 
 use super::backend::shares_a_device;
 use super::check::check;
+use super::library::Library;
 use super::links::{LinkTime, SIZES, times_of};
 use super::{Device, DeviceMemory, Event, Stream};
 use crate::error::{Error, Result};
@@ -60,7 +60,7 @@ pub fn measure_nccl(
     if shares_a_device(devices) {
         return Err(Error::runtime("several ranks share a GPU, and NCCL takes each GPU once"));
     }
-    let nccl = Library::load(&library_name())?;
+    let nccl = Functions::load(&library_name())?;
     let version = nccl.version()?;
     let devices = devices.to_vec();
     let (sender, receiver) = mpsc::channel();
@@ -115,7 +115,7 @@ fn library_name() -> OsString {
 type Comm = *mut c_void;
 
 /// The functions that are used, as nccl.h declares them.
-struct Library {
+struct Functions {
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     comm_init_all: unsafe extern "C" fn(*mut Comm, c_int, *const c_int) -> c_int,
@@ -133,38 +133,33 @@ struct Library {
     ) -> c_int,
 }
 
-impl Library {
+impl Functions {
     /// Loads the library of this name, or of this path, for as long as the process lives: NCCL keeps
     /// threads.
     ///
     /// # Errors
     /// Runtime error if it is not there, or lacks a function.
     fn load(name: &OsStr) -> Result<Self> {
-        let failed = |why: &str| {
+        let library = Library::load(name).map_err(|why| {
             Error::runtime(format!(
                 "its library cannot be loaded: {why}; LD_LIBRARY_PATH may hold its folder, or \
                  TALON_NCCL name the file"
             ))
-        };
-        let path = CString::new(name.as_bytes()).map_err(|_| failed("its name has a NUL"))?;
-        // SAFETY: the name ends in NUL; what runs as it loads is the code that the user has named.
-        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            return Err(failed(&loader_error()));
-        }
-        // SAFETY: the library is never unloaded, and each field has the type of its function.
-        let library = unsafe {
+        })?;
+        let gap = |why: String| Error::runtime(format!("its library has a gap: {why}"));
+        // SAFETY: each field has the type of its function.
+        let functions = unsafe {
             Self {
-                get_version: function(handle, c"ncclGetVersion")?,
-                get_error_string: function(handle, c"ncclGetErrorString")?,
-                comm_init_all: function(handle, c"ncclCommInitAll")?,
-                comm_destroy: function(handle, c"ncclCommDestroy")?,
-                group_start: function(handle, c"ncclGroupStart")?,
-                group_end: function(handle, c"ncclGroupEnd")?,
-                all_reduce: function(handle, c"ncclAllReduce")?,
+                get_version: library.function(c"ncclGetVersion").map_err(gap)?,
+                get_error_string: library.function(c"ncclGetErrorString").map_err(gap)?,
+                comm_init_all: library.function(c"ncclCommInitAll").map_err(gap)?,
+                comm_destroy: library.function(c"ncclCommDestroy").map_err(gap)?,
+                group_start: library.function(c"ncclGroupStart").map_err(gap)?,
+                group_end: library.function(c"ncclGroupEnd").map_err(gap)?,
+                all_reduce: library.function(c"ncclAllReduce").map_err(gap)?,
             }
         };
-        Ok(library)
+        Ok(functions)
     }
 
     fn version(&self) -> Result<String> {
@@ -189,35 +184,6 @@ impl Library {
         };
         Err(Error::runtime(format!("{call}: {text} (result {result})")))
     }
-}
-
-/// The function of this name.
-///
-/// # Errors
-/// Runtime error if the library has none.
-///
-/// # Safety
-/// `F` is the type of a pointer to the function, and `handle` that of a loaded library, which stays.
-unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F> {
-    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    // SAFETY: the library is loaded, and the name ends in NUL.
-    let address = unsafe { libc::dlsym(handle, name.as_ptr()) };
-    if address.is_null() {
-        return Err(Error::runtime(format!("its library has a gap: {}", loader_error())));
-    }
-    // SAFETY: the address is that of a function of type `F`, which has the size of an address.
-    Ok(unsafe { std::mem::transmute_copy(&address) })
-}
-
-/// What the loader says of its last failure on this thread.
-fn loader_error() -> String {
-    // SAFETY: the text is this thread's until its next call of the loader.
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "the loader does not say why".into();
-    }
-    // SAFETY: as above; it ends in NUL.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 /// `version` as people write it: 22705 is "2.27.5", and 2804, as it was counted before 2.9, "2.8.4".
@@ -253,13 +219,13 @@ fn most_values() -> usize {
 
 /// All ranks, driven by one thread.
 struct Ranks<'a> {
-    nccl: &'a Library,
+    nccl: &'a Functions,
     comms: Vec<Comm>,
     ranks: Vec<Rank>,
 }
 
 impl<'a> Ranks<'a> {
-    fn start(nccl: &'a Library, devices: &[usize]) -> Result<Self> {
+    fn start(nccl: &'a Functions, devices: &[usize]) -> Result<Self> {
         let ranks = devices.iter().map(|device| Rank::new(*device)).collect::<Result<Vec<_>>>()?;
         // They fit: the driver has opened them.
         let ordinals: Vec<c_int> = devices.iter().map(|device| *device as c_int).collect();
@@ -453,16 +419,16 @@ mod tests {
 
     #[test]
     fn a_library_that_is_not_there_is_a_plain_message() {
-        let error = Library::load(OsStr::new("libno-such-nccl.so.2")).err().expect("no library");
+        let error = Functions::load(OsStr::new("libno-such-nccl.so.2")).err().expect("no library");
         let text = error.to_string();
         assert!(text.contains("cannot be loaded: libno-such-nccl.so.2: "), "{text}");
         assert!(text.contains("TALON_NCCL"), "{text}");
-        assert!(Library::load(OsStr::new("a\0b")).is_err());
+        assert!(Functions::load(OsStr::new("a\0b")).is_err());
     }
 
     #[test]
     fn a_library_that_is_not_nccl_is_a_plain_message() {
-        let error = Library::load(OsStr::new("libc.so.6")).err().expect("not NCCL");
+        let error = Functions::load(OsStr::new("libc.so.6")).err().expect("not NCCL");
         assert!(error.to_string().contains("ncclGetVersion"), "{error}");
     }
 

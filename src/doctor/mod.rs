@@ -1,5 +1,87 @@
-//! What this box is. (What is wrong with it, and what it should reach, are checks of their own.)
+//! What this box is, and what is wrong with it: checks (one function each) over facts that are read once,
+//! from this box or from a recorded tree of files.
 
+mod check;
+mod checks;
+mod expected;
+mod facts;
 mod fingerprint;
+mod measured;
+mod pci;
+mod report;
+mod root;
 
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+pub use check::{Check, Status};
 pub use fingerprint::fingerprint;
+pub use report::table;
+
+use crate::error::Result;
+use facts::Facts;
+use root::View;
+
+/// What a look at a box has found.
+pub struct Diagnosis {
+    /// In the order in which they were made.
+    pub checks: Vec<Check>,
+    /// The box in a few words; null for a recorded one.
+    pub fingerprint: Value,
+    /// The speed that the box should reach; null where nothing is known of its cards.
+    pub expected_speed: Value,
+    /// What the last `talon bench` found here; null if there was none.
+    pub last_bench: Value,
+}
+
+/// Looks at this box, or at the one recorded in the folder `root`; `model` is a checkpoint's folder and
+/// its bytes, which memory and disk are judged by.
+///
+/// # Errors
+/// Input error if there is no such folder.
+pub fn diagnose(root: Option<&Path>, model: Option<(String, u64)>) -> Result<Diagnosis> {
+    let view = root.map_or_else(|| Ok(View::of_this_box()), View::recorded)?;
+    let facts = Facts::read(view, model);
+    let recorded = facts.view.is_recorded();
+    Ok(Diagnosis {
+        checks: checks::run(&facts),
+        expected_speed: expected::expected(&facts),
+        fingerprint: if recorded { Value::Null } else { fingerprint() },
+        last_bench: facts.measured.bench.unwrap_or_default(),
+    })
+}
+
+impl Diagnosis {
+    /// Whether a check fails.
+    pub fn fails(&self) -> bool {
+        self.checks.iter().any(|check| check.status == Status::Fail)
+    }
+
+    /// For programs.
+    pub fn json(&self) -> Value {
+        json!({
+            "box": self.fingerprint,
+            "checks": self.checks.iter().map(Check::json).collect::<Vec<Value>>(),
+            "expected_speed": self.expected_speed,
+            "last_bench": self.last_bench,
+        })
+    }
+}
+
+/// The name under which the last bench's result is kept.
+const LAST_BENCH: &str = "last-bench.json";
+
+/// Keeps what a bench report says in short, for later diagnoses.
+pub fn keep_bench(report: &Value) {
+    let summary = &report["summary"];
+    let kept = json!({
+        "schema": 1,
+        "model": report["model"],
+        "settings": report["settings"],
+        "tokens_per_second": summary["baseline"]["output_throughput"]["median"],
+        "speculative_tokens_per_second": summary["speculative"]["output_throughput"]["median"],
+        "step_ms": summary["baseline"]["step_ms"]["p50"],
+    });
+    crate::comm::write_cached(LAST_BENCH, &kept.to_string());
+}

@@ -1,0 +1,91 @@
+//! What the checks go by: the files, the PCI tree, what NVML tells, and what was measured.
+
+use serde_json::Value;
+
+use super::measured::Measured;
+use super::pci::{PciDevice, PciTree};
+use super::root::View;
+use crate::cuda::{self, GpuStates};
+
+/// What a check may look at.
+pub struct Facts {
+    pub view: View,
+    pub pci: PciTree,
+    pub nvml: GpuStates,
+    pub measured: Measured,
+    /// Bytes of the checkpoint that was asked about, and its folder.
+    pub model: Option<(String, u64)>,
+}
+
+/// What the published NVFP4 checkpoints of GLM-5.2 hold, in bytes: what a box is judged by unless
+/// another model is named.
+pub const FULL_MODEL_BYTES: u64 = 464_795_267_072;
+
+impl Facts {
+    /// Reads this box or a recorded one.
+    pub fn read(view: View, model: Option<(String, u64)>) -> Self {
+        let nvml = if view.is_recorded() { recorded_gpus(&view) } else { cuda::gpu_states() };
+        Self { pci: PciTree::read(&view), nvml, measured: Measured::read(&view), view, model }
+    }
+
+    /// NVIDIA's GPUs on the bus; only those that NVML shows where it shows any, since a container sees
+    /// the whole bus.
+    pub fn pci_gpus(&self) -> Vec<&PciDevice> {
+        let all = self.pci.gpus();
+        let shown = |device: &&PciDevice| {
+            self.nvml.gpus.iter().any(|gpu| gpu.pci.as_ref() == Some(&device.address))
+        };
+        let some: Vec<&PciDevice> = all.iter().copied().filter(shown).collect();
+        if some.is_empty() { all } else { some }
+    }
+
+    /// The number of GPUs.
+    pub fn gpus(&self) -> usize {
+        match self.nvml.gpus.len() {
+            0 => self.pci.gpus().len(),
+            shown => shown,
+        }
+    }
+
+    /// Whether there is a GPU or a driver: else most checks have nothing to look at.
+    pub fn has_gpu(&self) -> bool {
+        self.gpus() > 0 || self.view.exists("proc/driver/nvidia")
+    }
+
+    /// Why NVML tells nothing.
+    pub fn no_nvml(&self) -> String {
+        match &self.nvml.error {
+            Some(error) => format!("NVML tells nothing: {error}"),
+            None => "NVML shows no GPU".into(),
+        }
+    }
+
+    /// Bytes of weights that the box is judged by; `None` on a box without GPUs that was asked about
+    /// no model.
+    pub fn weight_bytes(&self) -> Option<u64> {
+        let named = self.model.as_ref().map(|(_, bytes)| *bytes);
+        named.or_else(|| (self.gpus() > 0).then_some(FULL_MODEL_BYTES))
+    }
+
+    /// "GPU 3" for the GPU of an address, or the address.
+    pub fn gpu_name(&self, address: &str) -> String {
+        let is_it = |gpu: &cuda::GpuState| gpu.pci.as_deref() == Some(address);
+        let found = self.nvml.gpus.iter().position(is_it);
+        found.map_or_else(|| address.to_owned(), |index| format!("GPU {index}"))
+    }
+}
+
+/// What a recorded box has in nvml.json.
+fn recorded_gpus(view: &View) -> GpuStates {
+    let unread = |error: String| GpuStates { error: Some(error), ..GpuStates::default() };
+    match view.bytes("nvml.json") {
+        None => unread("not recorded (nvml.json)".into()),
+        Some(bytes) => serde_json::from_slice(&bytes)
+            .unwrap_or_else(|error| unread(format!("nvml.json: {error}"))),
+    }
+}
+
+/// A finite number of a JSON value.
+pub fn number(value: &Value) -> Option<f64> {
+    value.as_f64().filter(|number| number.is_finite())
+}
