@@ -51,7 +51,7 @@ mod tests {
     fn what_is_not_there_is_said_and_what_is_there_can_be_called() {
         assert!(Library::load(OsStr::new("libtalon-has-none.so")).is_err());
         assert!(Library::load(OsStr::new("a\0b")).is_err());
-        let library = Library::load(OsStr::new("libc.so.6")).ok().expect("libc is loaded anyway");
+        let library = Library::load(OsStr::new("libc.so.6")).expect("libc is loaded anyway");
         type Labs = unsafe extern "C" fn(i64) -> i64;
         // SAFETY: labs takes and gives a long, which is 64 bits here.
         let labs = unsafe { library.function::<Labs>(c"labs") }.expect("libc has it");

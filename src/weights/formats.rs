@@ -258,16 +258,15 @@ impl Matrix {
                 }
             }
             Values::Fp8Rows { codes, row_scales } => {
-                let mut row = at / self.stride;
                 let first = (self.stride - at % self.stride).min(count);
                 let (head, rest) = out[..count].split_at_mut(first);
                 let mut codes = codes[at..at + count].iter();
-                for out in std::iter::once(head).chain(rest.chunks_mut(self.stride)) {
+                let rows = std::iter::once(head).chain(rest.chunks_mut(self.stride));
+                for (row, out) in (at / self.stride..).zip(rows) {
                     let scale = read_f32(row_scales, row);
                     for (out, code) in out.iter_mut().zip(&mut codes) {
                         *out = E4M3[usize::from(*code)] * scale;
                     }
-                    row += 1;
                 }
             }
         }

@@ -118,7 +118,7 @@ fn ranks_share_a_head() {
 #[test]
 fn a_wide_head_on_ranks_is_refused() {
     let Some(_turn) = device() else { return };
-    let error = draft_variant("wide", 2, 13).err().expect("it was taken").to_string();
+    let error = draft_variant("wide", 2, 13).expect_err("it was taken").to_string();
     for word in ["hidden_size", "--backend cpu", "--draft none"] {
         assert!(error.contains(word), "{error}");
     }
@@ -222,7 +222,7 @@ fn a_draft_that_does_not_fit_is_refused() {
     let ask = |backend: &mut dyn Backend, position, count| {
         let tokens = vec![1];
         let draft = Draft { sequence: 0, first: 0, position, tokens, count, keep_logits: false };
-        backend.draft(draft).err().expect("it was taken").to_string()
+        backend.draft(draft).expect_err("it was taken").to_string()
     };
     let mut backend = start(&config, &weights, &draft, 1).expect("a backend");
     let error = ask(&mut *backend, 127, 3);

@@ -110,7 +110,8 @@ pub fn clocks(facts: &Facts) -> Check {
     });
     let mut value = Vec::new();
     let mut status = Status::Ok;
-    let kinds: [(&str, fn(&Sample) -> Option<u32>); 2] =
+    type ClockOf = fn(&Sample) -> Option<u32>;
+    let kinds: [(&str, ClockOf); 2] =
         [("SM", |sample| sample.sm_mhz), ("memory", |sample| sample.memory_mhz)];
     for (name, of) in kinds {
         let clocks: Vec<u32> = loads.iter().filter_map(|load| of(load)).collect();
