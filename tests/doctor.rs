@@ -343,6 +343,41 @@ fn the_table_tells_what_to_do() {
 }
 
 #[test]
+fn a_snapshot_names_what_has_changed_since() {
+    let mut recorded = Recorded::healthy();
+    recorded.put("nvml.json", &recorded.nvml.to_string());
+    let root = recorded.folder.path().to_str().unwrap().to_owned();
+    let file = recorded.path("before.json");
+    let file = file.to_str().unwrap();
+    let written = talon(&["doctor", "--root", &root, "--snapshot", file, "--model", "demo"]);
+    assert_eq!(written.code, Some(0), "{written:?}");
+    let same = talon(&["doctor", "--root", &root, "--against", file, "--model", "demo"]);
+    assert_eq!((same.code, same.stdout.as_str()), (Some(0), "nothing has changed\n"), "{same:?}");
+
+    recorded.put("sys/module/nvidia/version", "610.10");
+    recorded.put("usr/local/cuda-13.2/version.json", "{\"cuda\": {\"version\": \"13.2.0\"}}");
+    recorded.put("usr/local/lib/python3.12/dist-packages/torch-2.10.0.dist-info/METADATA", "");
+    recorded.nvml["gpus"][1]["vbios"] = "98.02.60.00.01".into();
+    recorded.nvml["gpus"][1]["now"]["power_w"] = 99.0.into();
+    recorded.put("nvml.json", &recorded.nvml.to_string());
+    let changed = talon(&["doctor", "--root", &root, "--against", file, "--model", "demo"]);
+    let lines: Vec<&str> = changed.stdout.lines().collect();
+    assert_eq!(
+        lines,
+        [
+            "driver.module: 580.95.05 -> 610.10",
+            "gpu.1.vbios: 98.02.52.00.02 -> 98.02.60.00.01",
+            "python./usr/local/lib/python3.12/dist-packages/torch: nothing -> 2.10.0",
+            "toolkit./usr/local/cuda-13.2: nothing -> 13.2.0",
+        ]
+    );
+    let other = talon(&["doctor", "--root", &root, "--against", file]);
+    assert!(other.stdout.contains("model.config.json.sha256: "), "{other:?}");
+    let bad = talon(&["doctor", "--root", &root, "--against", "/nowhere.json"]);
+    assert_eq!((bad.code, bad.stderr.lines().count()), (Some(2), 1), "{bad:?}");
+}
+
+#[test]
 fn no_such_box_is_refused_in_one_line() {
     let outcome = talon(&["doctor", "--root", "/nowhere/at/all"]);
     assert_eq!(outcome.code, Some(2), "{outcome:?}");

@@ -10,14 +10,16 @@ mod measured;
 mod pci;
 mod report;
 mod root;
+mod snapshot;
 
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 pub use check::{Check, Status};
 pub use fingerprint::fingerprint;
 pub use report::table;
+pub use snapshot::changes;
 
 use crate::error::Result;
 use facts::Facts;
@@ -25,6 +27,8 @@ use root::View;
 
 /// What a look at a box has found.
 pub struct Diagnosis {
+    /// What decides whether the box runs as it did (`snapshot.rs`).
+    pub snapshot: Value,
     /// In the order in which they were made.
     pub checks: Vec<Check>,
     /// The box in a few words; null for a recorded one.
@@ -35,16 +39,30 @@ pub struct Diagnosis {
     pub last_bench: Value,
 }
 
-/// Looks at this box, or at the one recorded in the folder `root`; `model` is a checkpoint's folder and
-/// its bytes, which memory and disk are judged by.
+/// A checkpoint that is to run on the box.
+pub struct Model {
+    /// Its folder.
+    pub folder: String,
+    /// Of its tensors; memory and disk are judged by them.
+    pub bytes: u64,
+    /// What tells it from others, for the snapshot.
+    pub identity: Map<String, Value>,
+}
+
+/// Looks at this box, or at the one recorded in the folder `root`.
 ///
 /// # Errors
 /// Input error if there is no such folder.
-pub fn diagnose(root: Option<&Path>, model: Option<(String, u64)>) -> Result<Diagnosis> {
+pub fn diagnose(root: Option<&Path>, model: Option<Model>) -> Result<Diagnosis> {
     let view = root.map_or_else(|| Ok(View::of_this_box()), View::recorded)?;
-    let facts = Facts::read(view, model);
+    let (sizes, identity) = match model {
+        Some(model) => (Some((model.folder, model.bytes)), model.identity),
+        None => (None, Map::new()),
+    };
+    let facts = Facts::read(view, sizes);
     let recorded = facts.view.is_recorded();
     Ok(Diagnosis {
+        snapshot: snapshot::snapshot(&facts, &identity),
         checks: checks::run(&facts),
         expected_speed: expected::expected(&facts),
         fingerprint: if recorded { Value::Null } else { fingerprint() },

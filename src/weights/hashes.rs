@@ -90,8 +90,16 @@ fn hash_file(source: &Source, name: &str, progress: &(dyn Fn(u64) + Sync)) -> Re
         hasher.update(chunk);
         progress(chunk.len() as u64);
     }
-    let sha256 = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-    Ok(FileHash { name: name.to_owned(), bytes: bytes.len() as u64, sha256 })
+    Ok(FileHash { name: name.to_owned(), bytes: bytes.len() as u64, sha256: hex(hasher) })
+}
+
+/// The SHA-256 of some bytes, in hexadecimal digits.
+pub fn sha256(bytes: &[u8]) -> String {
+    hex(Sha256::new_with_prefix(bytes))
+}
+
+fn hex(hasher: Sha256) -> String {
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Differences between a record and what `source` holds now. Files beside the recorded ones are

@@ -24,7 +24,7 @@ pub use checkpoint::{Checkpoint, INDEX, TensorRef};
 pub use demo::{demo, demo_eagle3};
 pub use formats::{Matrix, Slice, StoredFormat, decode_e4m3};
 pub use fp8_rows::{encode_e4m3, to_fp8_rows};
-pub use hashes::{FileHash, HashList, compare_hashes, hash_files};
+pub use hashes::{FileHash, HashList, compare_hashes, hash_files, sha256};
 pub use header::{ShardHeader, read_header};
 pub use manifest::{Axis, Entry, Format, Geometry, LayerShape, Manifest, Module, PartShape, Role};
 pub use mmap::Bytes;
