@@ -224,7 +224,7 @@ fn the_cpu_backend_passes_its_own_check() {
             assert!(check.stage.starts_with("formats") || check.equal >= 1);
         }
         let stages: HashSet<&str> = checks.iter().map(|check| check.stage.as_str()).collect();
-        assert_eq!(stages.len(), 16 + 4, "{stages:?}");
+        assert_eq!(stages.len(), 16 + 5, "{stages:?}");
     }
 }
 
