@@ -10,7 +10,7 @@ const ROOMS: [(&str, &[&str]); 13] = [
     ("cli", &["bench", "cuda", "doctor", "engine", "serve", "text", "weights"]),
     ("serve", &["engine", "text"]),
     ("bench", &["engine", "model", "spec", "text"]),
-    ("doctor", &["cuda"]),
+    ("doctor", &["comm", "cuda"]),
     ("engine", &["cpu", "cuda", "model", "spec", "text", "weights"]),
     ("spec", &["model"]),
     ("cpu", &["comm", "model", "weights"]),

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::root::field;
 use crate::cuda;
 
 /// CPU, memory, kernel, distribution and CUDA driver. What cannot be read is null.
@@ -24,26 +25,9 @@ pub fn fingerprint() -> Value {
     })
 }
 
-/// The value of the first `name: value` line (`separator` between them).
-fn field(text: &str, name: &str, separator: char) -> Option<String> {
-    let (_, value) = text
-        .lines()
-        .filter_map(|line| line.split_once(separator))
-        .find(|(found, _)| found.trim() == name)?;
-    Some(value.trim().to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn fields_are_found_and_trimmed() {
-        let text = "MemTotal:       24610912 kB\nMemFree: 1 kB\n";
-        assert_eq!(field(text, "MemTotal", ':').as_deref(), Some("24610912 kB"));
-        assert_eq!(field(text, "SwapTotal", ':'), None);
-        assert_eq!(field("PRETTY_NAME=\"X 12\"", "PRETTY_NAME", '=').as_deref(), Some("\"X 12\""));
-    }
 
     #[test]
     fn this_box_has_a_core() {

@@ -59,7 +59,7 @@ pub fn snapshot(facts: &Facts, model: &Map<String, Value>) -> Value {
     put("os".into(), os.map(|name| name.trim_matches('"').to_owned()).into());
     put("cpu".into(), view.field("proc/cpuinfo", "model name", ':').into());
     put("memory".into(), view.field("proc/meminfo", "MemTotal", ':').into());
-    put("driver.library".into(), facts.nvml.driver_version.clone().into());
+    put("driver.nvml".into(), facts.nvml.driver_version.clone().into());
     put("driver.cuda".into(), facts.nvml.cuda_version.clone().into());
     for gpu in facts.pci_gpus() {
         put(format!("bus.{}.below", gpu.address), gpu.above.join(" / ").into());
