@@ -157,8 +157,8 @@ fn the_disk_gives_each_byte_once() {
     }
     assert_eq!(warm["cache"], "warm", "{warm}");
     assert_eq!(warm["disk_bytes"], 0, "{warm}");
-    // A folder in memory cannot be cold.
-    if fetched > 0 {
+    // A folder in memory cannot be cold; a little is fetched of the binary itself.
+    if fetched > BYTES as u64 / 2 {
         // The system may keep some pages all the same.
         assert_ne!(cold["cache"], "warm", "{cold}");
         assert!(cold["resident_before"].as_f64().unwrap() < 0.2, "{cold}");
