@@ -1,14 +1,13 @@
 //! What a qualification chose, kept for the next start on the same box.
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::{Value, json};
 
 use super::{Choice, Qualified, Variant};
 
 /// Where it is kept: `$XDG_CACHE_HOME/talon` or `~/.cache/talon`; nowhere without either.
-fn folder() -> Option<PathBuf> {
+pub(super) fn folder() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
     let cache = set("XDG_CACHE_HOME").map(PathBuf::from);
     Some(cache.or_else(|| Some(PathBuf::from(set("HOME")?).join(".cache")))?.join("talon"))
@@ -46,45 +45,6 @@ pub fn write_cached(name: &str, text: &str) {
 /// Stores a choice; what cannot be stored is measured again next time. The file is replaced whole.
 pub fn store_choice(fingerprint: &str, found: &Qualified) {
     write_cached(LINKS, &text(fingerprint, found));
-}
-
-/// What lies on the disk while links are tried: some boxes go down when one GPU touches another's memory.
-/// It goes away when this is dropped; a start that finds one knows that an earlier one never came back.
-pub struct Breadcrumb(PathBuf);
-
-impl Breadcrumb {
-    const NAME: &str = "links.trying";
-
-    /// Leaves one for this box, if there is a place for it.
-    pub fn leave(fingerprint: &str) -> Option<Self> {
-        Self::leave_in(folder()?, fingerprint)
-    }
-
-    /// Whether an earlier start on this box has left one.
-    pub fn is_there(fingerprint: &str) -> bool {
-        folder().is_some_and(|folder| Self::is_in(&folder, fingerprint))
-    }
-
-    fn leave_in(folder: PathBuf, fingerprint: &str) -> Option<Self> {
-        std::fs::create_dir_all(&folder).ok()?;
-        let path = folder.join(Self::NAME);
-        // It must be on the disk itself before anything is tried.
-        let mut file = std::fs::File::create(&path).ok()?;
-        file.write_all(fingerprint.as_bytes()).and_then(|()| file.sync_all()).ok()?;
-        Some(Self(path))
-    }
-
-    fn is_in(folder: &Path, fingerprint: &str) -> bool {
-        std::fs::read_to_string(folder.join(Self::NAME)).is_ok_and(|text| text == fingerprint)
-    }
-}
-
-impl Drop for Breadcrumb {
-    fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_file(&self.0) {
-            log::info!("{}: {error}", self.0.display());
-        }
-    }
 }
 
 fn text(fingerprint: &str, found: &Qualified) -> String {
@@ -128,19 +88,6 @@ mod tests {
         let text = text("this box", &found);
         assert_eq!(parse(&text, "this box"), Some(choice));
         assert_eq!(parse(&text, "another box"), None);
-    }
-
-    #[test]
-    fn a_start_that_never_came_back_is_seen_by_the_next() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let place = || folder.path().join("talon");
-        let crumb = Breadcrumb::leave_in(place(), "this box").expect("a place for it");
-        assert!(Breadcrumb::is_in(&place(), "this box"));
-        assert!(!Breadcrumb::is_in(&place(), "another box"));
-        drop(crumb);
-        assert!(!Breadcrumb::is_in(&place(), "this box"));
-        std::mem::forget(Breadcrumb::leave_in(place(), "this box"));
-        assert!(Breadcrumb::is_in(&place(), "this box"));
     }
 
     #[test]

@@ -12,7 +12,8 @@ use super::rank_thread::{Loaded, Task};
 use super::runner::{BUCKETS, RowOutcome, Runner};
 use super::{Device, MemoryPlan, driver_summary};
 use crate::comm::{
-    Breadcrumb, Choice, Plan, Qualified, Variant, check_choice, load_choice, qualify, store_choice,
+    Breadcrumb, Choice, LinkBox, Plan, Qualified, Variant, check_choice, load_choice, qualify,
+    store_choice,
 };
 use crate::error::{Error, Result};
 use crate::model::{
@@ -223,7 +224,7 @@ fn qualified(fabric: &mut Fabric, ranks: &RanksOptions) -> Result<Choice> {
     let plan = Plan { rows: &BUCKETS, hidden, known_sums: KNOWN_SUMS, timed: TIMED };
     let fingerprint = fingerprint(fabric)?;
     let mut links = DeviceLinks::new(fabric, ranks.copies_lie)?;
-    if !ranks.requalify && Breadcrumb::is_there(&fingerprint) {
+    if !ranks.requalify && Breadcrumb::is_left(Breadcrumb::LINKS, &fingerprint) {
         log::warn!(
             "an earlier start ended while it tested the links between these GPUs, so nothing goes from \
              GPU to GPU now, which is slow; --requalify tests them again"
@@ -232,7 +233,8 @@ fn qualified(fabric: &mut Fabric, ranks: &RanksOptions) -> Result<Choice> {
         check_choice(&mut links, &choice, &Plan { known_sums: 1, ..plan })?;
         return Ok(choice);
     }
-    let _breadcrumb = Breadcrumb::leave(&fingerprint);
+    let what = "trying the links between the GPUs";
+    let _breadcrumb = Breadcrumb::leave(Breadcrumb::LINKS, &fingerprint, what);
     if !ranks.requalify
         && let Some(choice) = load_choice(&fingerprint)
     {
@@ -266,18 +268,18 @@ fn qualified(fabric: &mut Fabric, ranks: &RanksOptions) -> Result<Choice> {
 /// What decides how fast links are: devices in rank order, driver, kernel, and this build.
 fn fingerprint(fabric: &Fabric) -> Result<String> {
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut text = format!(
-        "{} {} | {} | {}",
-        env!("CARGO_PKG_VERSION"),
-        env!("TALON_COMMIT"),
-        driver_summary(),
-        kernel.trim()
-    );
-    for rank in 0..fabric.ranks() {
+    let gpu = |rank: usize| {
         let device = fabric.device(rank);
-        text += &format!(" | {} {}", device.uuid(), device.pci_address()?);
-    }
-    Ok(text + &format!(" | {}", fabric.shape().hidden))
+        Ok(format!("{} {}", device.uuid(), device.pci_address()?))
+    };
+    let link_box = LinkBox {
+        talon: format!("{} {}", env!("CARGO_PKG_VERSION"), env!("TALON_COMMIT")),
+        driver: driver_summary(),
+        kernel: kernel.trim().to_owned(),
+        gpus: (0..fabric.ranks()).map(gpu).collect::<Result<_>>()?,
+        hidden: fabric.shape().hidden,
+    };
+    Ok(link_box.text())
 }
 
 impl CudaBackend {

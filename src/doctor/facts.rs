@@ -25,7 +25,8 @@ impl Facts {
     /// Reads this box or a recorded one.
     pub fn read(view: View, model: Option<(String, u64)>) -> Self {
         let nvml = if view.is_recorded() { recorded_gpus(&view) } else { cuda::gpu_states() };
-        Self { pci: PciTree::read(&view), nvml, measured: Measured::read(&view), view, model }
+        let measured = Measured::read(&view, &nvml);
+        Self { pci: PciTree::read(&view), nvml, measured, view, model }
     }
 
     /// NVIDIA's GPUs on the bus; only those that NVML shows where it shows any, since a container sees

@@ -1,20 +1,28 @@
-//! What was measured on this box: by a start (the exchanges between GPUs) and by `talon bench`.
+//! What was measured on this box: by a start (the exchanges between GPUs) and by `talon bench`. What was
+//! measured on another, whose folder this user shares or took along, does not count.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
+use super::date::date;
 use super::facts::number;
+use super::fingerprint;
 use super::root::View;
-use crate::comm;
+use crate::comm::{self, Breadcrumb, LinkBox, Trial};
+use crate::cuda::{self, GpuStates};
 
 /// What is known.
 #[derive(Debug, Clone, Default)]
 pub struct Measured {
     /// What the last qualification of the links found.
     pub links: Option<Exchanges>,
+    /// Why there is one that does not count.
+    pub links_elsewhere: Option<String>,
     /// The last result of `talon bench`.
     pub bench: Option<Value>,
-    /// What an earlier start left that never came back from trying the links.
-    pub unfinished: Option<String>,
+    /// Why there is one that does not count.
+    pub bench_elsewhere: Option<String>,
+    /// What was tried on this box and never came back: what, and what tries it again.
+    pub unfinished: Option<(String, &'static str)>,
 }
 
 /// The exchanges between GPUs, as they were qualified.
@@ -28,18 +36,96 @@ pub struct Exchanges {
     pub times: Vec<(u64, String, f64)>,
 }
 
+/// The box that is looked at, as far as measurements depend on it.
+struct Here<'a> {
+    fingerprint: Value,
+    nvml: &'a GpuStates,
+}
+
+/// What an earlier run has left on this box, or what was recorded of another.
+fn kept(view: &View, name: &str) -> Option<String> {
+    if view.is_recorded() { view.text(name) } else { comm::read_cached(name) }
+}
+
 impl Measured {
-    /// What earlier runs have left on this box, or what was recorded of another.
-    pub fn read(view: &View) -> Self {
-        let recorded = |file: &str| serde_json::from_slice(&view.bytes(file)?).ok();
-        let (links, bench, unfinished) = if view.is_recorded() {
-            (recorded("links.json"), recorded("last-bench.json"), view.text("links.trying"))
-        } else {
-            let text = |name| comm::read_cached(name);
-            let json = |name| serde_json::from_str(&text(name)?).ok();
-            (json("links.json"), json("last-bench.json"), text("links.trying"))
+    /// Reads what counts.
+    pub fn read(view: &View, nvml: &GpuStates) -> Self {
+        let fingerprint = match view.is_recorded() {
+            true => fingerprint::recorded(view, nvml),
+            false => fingerprint::fingerprint(),
         };
-        Self { links: links.as_ref().and_then(Exchanges::of), bench, unfinished }
+        let here = Here { fingerprint, nvml };
+        let json = |name: &str| serde_json::from_str::<Value>(&kept(view, name)?).ok();
+        let mut found = Self::default();
+        if let Some(stored) = json("links.json") {
+            match here.is_not(stored["box"].as_str().unwrap_or_default()) {
+                Some(why) => found.links_elsewhere = Some(why),
+                None => found.links = Exchanges::of(&stored),
+            }
+        }
+        if let Some(bench) = json(LAST_BENCH) {
+            match here.has_not_run(&bench) {
+                Some(why) => found.bench_elsewhere = Some(why),
+                None => found.bench = Some(bench),
+            }
+        }
+        let again = [
+            (Breadcrumb::LINKS, "talon bench --requalify"),
+            (Breadcrumb::DOCTOR, "talon doctor --deep"),
+        ];
+        let left = again.into_iter().find_map(|(name, again)| {
+            let trial = Trial::parse(&kept(view, name)?);
+            let stat = view.text(&format!("proc/{}/stat", trial.pid));
+            let is_elsewhere =
+                LinkBox::parse(&trial.place).is_some_and(|of| here.differs(&of).is_some());
+            (!trial.is_running(stat.as_deref()) && !is_elsewhere).then_some((trial.what, again))
+        });
+        found.unfinished = left;
+        found
+    }
+}
+
+impl Here<'_> {
+    /// Why the box that links were tried on, in comm's line, is not this one.
+    fn is_not(&self, line: &str) -> Option<String> {
+        match LinkBox::parse(line) {
+            None => Some("it does not say on which box".into()),
+            Some(of) => self.differs(&of),
+        }
+    }
+
+    fn differs(&self, of: &LinkBox) -> Option<String> {
+        let kernel = self.fingerprint["kernel"].as_str().unwrap_or_default();
+        if of.kernel != kernel {
+            return Some(format!("kernel was {}, is {kernel}", of.kernel));
+        }
+        // Without NVML nothing is known of the GPUs.
+        let version = self.nvml.cuda_version.as_ref()?;
+        let driver = format!("CUDA {version}");
+        if of.driver.split(',').next() != Some(driver.as_str()) {
+            return Some(format!("driver was {}, is {driver}", of.driver));
+        }
+        let gpus = self.nvml.gpus.iter();
+        let gpus =
+            gpus.filter_map(|gpu| Some(format!("{} {}", gpu.uuid.as_ref()?, gpu.pci.as_ref()?)));
+        let gpus: Vec<String> = gpus.collect();
+        let missing = of.gpus.iter().find(|gpu| !gpus.contains(gpu))?;
+        Some(format!("{missing} is not here"))
+    }
+
+    /// Why a bench was not on this box.
+    fn has_not_run(&self, bench: &Value) -> Option<String> {
+        if let Some(why) = fingerprint::difference(&bench["box"], &self.fingerprint) {
+            return Some(why);
+        }
+        let is_here = |uuid: &&Value| {
+            self.nvml
+                .gpus
+                .iter()
+                .any(|gpu| gpu.uuid.is_some() && gpu.uuid.as_deref() == uuid.as_str())
+        };
+        let missing = bench["gpus"].as_array()?.iter().find(|uuid| !is_here(uuid))?;
+        Some(format!("{} is not here", missing.as_str().unwrap_or("a GPU")))
     }
 }
 
@@ -75,4 +161,28 @@ impl Exchanges {
         let is_it = |(of, other, _): &&(u64, String, f64)| *of == rows && other == variant;
         self.times.iter().find(is_it).map(|(_, _, us)| *us)
     }
+}
+
+/// The name under which the last bench's result is kept.
+const LAST_BENCH: &str = "last-bench.json";
+
+/// Keeps what a bench report says in short, for later diagnoses.
+pub fn keep_bench(report: &Value) {
+    let summary = &report["summary"];
+    let gpus: Vec<String> = match report["settings"]["backend"] == "cuda" {
+        true => cuda::gpu_states().gpus.into_iter().filter_map(|gpu| gpu.uuid).collect(),
+        false => Vec::new(),
+    };
+    let kept = json!({
+        "schema": 1,
+        "date": date(std::time::SystemTime::now()),
+        "box": report["box"],
+        "gpus": gpus,
+        "model": report["model"],
+        "settings": report["settings"],
+        "tokens_per_second": summary["baseline"]["output_throughput"]["median"],
+        "speculative_tokens_per_second": summary["speculative"]["output_throughput"]["median"],
+        "step_ms": summary["baseline"]["step_ms"]["p50"],
+    });
+    comm::write_cached(LAST_BENCH, &kept.to_string());
 }

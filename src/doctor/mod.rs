@@ -1,8 +1,10 @@
 //! What this box is, and what is wrong with it: checks (one function each) over facts that are read once,
 //! from this box or from a recorded tree of files.
 
+mod cgroup;
 mod check;
 mod checks;
+mod date;
 mod expected;
 mod facts;
 mod fingerprint;
@@ -18,6 +20,7 @@ use serde_json::{Map, Value, json};
 
 pub use check::{Check, Status};
 pub use fingerprint::fingerprint;
+pub use measured::keep_bench;
 pub use report::table;
 pub use snapshot::changes;
 
@@ -37,6 +40,8 @@ pub struct Diagnosis {
     pub expected_speed: Value,
     /// What the last `talon bench` found here; null if there was none.
     pub last_bench: Value,
+    /// Why there is one that does not count: it was on another box.
+    pub bench_elsewhere: Option<String>,
 }
 
 /// A checkpoint that is to run on the box.
@@ -67,6 +72,7 @@ pub fn diagnose(root: Option<&Path>, model: Option<Model>) -> Result<Diagnosis> 
         expected_speed: expected::expected(&facts),
         fingerprint: if recorded { Value::Null } else { fingerprint() },
         last_bench: facts.measured.bench.unwrap_or_default(),
+        bench_elsewhere: facts.measured.bench_elsewhere,
     })
 }
 
@@ -85,21 +91,4 @@ impl Diagnosis {
             "last_bench": self.last_bench,
         })
     }
-}
-
-/// The name under which the last bench's result is kept.
-const LAST_BENCH: &str = "last-bench.json";
-
-/// Keeps what a bench report says in short, for later diagnoses.
-pub fn keep_bench(report: &Value) {
-    let summary = &report["summary"];
-    let kept = json!({
-        "schema": 1,
-        "model": report["model"],
-        "settings": report["settings"],
-        "tokens_per_second": summary["baseline"]["output_throughput"]["median"],
-        "speculative_tokens_per_second": summary["speculative"]["output_throughput"]["median"],
-        "step_ms": summary["baseline"]["step_ms"]["p50"],
-    });
-    crate::comm::write_cached(LAST_BENCH, &kept.to_string());
 }

@@ -53,7 +53,11 @@ pub fn table(diagnosis: &Diagnosis) -> String {
         count(Status::Warn),
         count(Status::Fail)
     );
-    text + &speed_lines(&diagnosis.expected_speed, &diagnosis.last_bench)
+    text += &speed_lines(&diagnosis.expected_speed, &diagnosis.last_bench);
+    if let Some(why) = &diagnosis.bench_elsewhere {
+        text += &format!("last bench: on another box, or before this one changed: {why}\n");
+    }
+    text
 }
 
 /// What the box should reach, beside what it has reached.
@@ -79,7 +83,8 @@ fn speed_lines(expected: &Value, bench: &Value) -> String {
             .as_f64()
             .map_or(String::new(), |rate| format!(", {rate:.1} with speculation"));
         text += &format!(
-            "last bench: {rate:.1} tokens/s{with} ({ms:.2} ms a plain step) with {}, {} backend\n",
+            "last bench ({}): {rate:.1} tokens/s{with} ({ms:.2} ms a plain step) with {}, {} backend\n",
+            bench["date"].as_str().unwrap_or("no date was kept"),
             bench["model"]["name"].as_str().unwrap_or("?"),
             bench["settings"]["backend"].as_str().unwrap_or("?"),
         );

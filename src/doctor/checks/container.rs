@@ -2,6 +2,7 @@
 
 use super::gib;
 use super::host::memory_mib;
+use crate::doctor::cgroup;
 use crate::doctor::check::{Check, Subject};
 use crate::doctor::facts::Facts;
 
@@ -41,25 +42,36 @@ pub fn memory_limit(facts: &Facts) -> Check {
 
 /// The least limit on the way from the process's group to the root's; the inner `None` is no limit.
 fn cgroup_memory_mib(facts: &Facts) -> Option<Option<u64>> {
-    let view = &facts.view;
-    let groups = view.text("proc/self/cgroup").unwrap_or_default();
-    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    // "/a/../b" leads elsewhere; a group's path never holds it.
-    let own = if own.contains("..") { "" } else { own.trim_end_matches('/') };
-    let mut folders = vec!["sys/fs/cgroup".to_owned()];
-    let mut path = String::from("sys/fs/cgroup");
-    for part in own.split('/').filter(|part| !part.is_empty()) {
-        path = format!("{path}/{part}");
-        folders.push(path.clone());
-    }
-    let mut files: Vec<String> =
-        folders.iter().map(|folder| format!("{folder}/memory.max")).collect();
-    files.push("sys/fs/cgroup/memory/memory.limit_in_bytes".into());
-    let texts: Vec<String> = files.iter().filter_map(|file| view.text(file)).collect();
-    if texts.is_empty() && !view.exists("sys/fs/cgroup") {
+    let texts = cgroup::values(
+        &facts.view,
+        |group| group.text("memory.max"),
+        ("memory", |group| group.text("memory.limit_in_bytes")),
+    );
+    if texts.is_empty() && !facts.view.exists("sys/fs/cgroup") {
         return None;
     }
     Some(texts.iter().filter_map(|text| text.parse::<u64>().ok()).min().map(|bytes| bytes >> 20))
+}
+
+/// The fewest cores at a time that a group on that way allows.
+fn cgroup_cores(facts: &Facts) -> Option<f64> {
+    let quotas = cgroup::values(
+        &facts.view,
+        |group| group.text("cpu.max"),
+        ("cpu", |group| {
+            Some(format!(
+                "{} {}",
+                group.text("cpu.cfs_quota_us")?,
+                group.text("cpu.cfs_period_us")?
+            ))
+        }),
+    );
+    let cores = |text: &String| {
+        let (quota, period) = text.split_once(' ')?;
+        let (quota, period): (f64, f64) = (quota.parse().ok()?, period.trim().parse().ok()?);
+        (period > 0.0 && quota > 0.0).then_some(quota / period)
+    };
+    quotas.iter().filter_map(cores).min_by(f64::total_cmp)
 }
 
 pub fn cores(facts: &Facts) -> Check {
@@ -74,11 +86,7 @@ pub fn cores(facts: &Facts) -> Check {
         .view
         .field("proc/self/status", "Cpus_allowed_list", ':')
         .and_then(|text| count_cores(&text));
-    let quota = facts.view.text("sys/fs/cgroup/cpu.max").and_then(|text| {
-        let (quota, period) = text.split_once(' ')?;
-        let (quota, period): (f64, f64) = (quota.parse().ok()?, period.trim().parse().ok()?);
-        (period > 0.0 && quota > 0.0).then_some(quota / period)
-    });
+    let quota = cgroup_cores(facts);
     let Some(allowed) = allowed else {
         return IS.unknown("/proc/self/status cannot be read");
     };

@@ -23,7 +23,10 @@ pub fn exchange(facts: &Facts) -> Check {
         _ => {}
     }
     let Some(links) = &facts.measured.links else {
-        return IS.unknown("not measured yet: the first talon bench on several GPUs does it");
+        return IS.unknown(match &facts.measured.links_elsewhere {
+            Some(why) => format!("not measured since this box has changed ({why})"),
+            None => "not measured yet: the first talon bench on several GPUs does it".into(),
+        });
     };
     if let Some(fault) = links.faults.first() {
         return IS.fail(fault);
@@ -47,14 +50,15 @@ pub fn unfinished(facts: &Facts) -> Check {
         name: "earlier-run",
         expected: "no measurement that never came back",
         cost: "measuring it again may hang or restart the box again",
-        fix: "look at acs and iommu, and at power and risers of the GPUs; a talon bench --requalify that ends \
-              well forgets this",
+        fix: "look at acs and iommu, and at power and risers of the GPUs",
         renter: false,
     };
     match &facts.measured.unfinished {
         None => IS.ok("none"),
-        Some(_) => {
-            IS.fail("a start of talon never came back from trying the links between the GPUs")
+        Some((what, again)) => {
+            let fix =
+                format!("{}; {again} tries it again, and forgets this if it ends well", IS.fix);
+            IS.fail(format!("talon never came back from {what}")).by(fix)
         }
     }
 }
