@@ -97,6 +97,12 @@ fn bad_usage_is_one_line_and_exit_code_2() {
     for (args, words) in [
         (&["generate", "--frobnicate", "x"][..], &["--frobnicate", "--help"][..]),
         (&["frobnicate"], &["frobnicate"]),
+        (&["bench", "--runs", "x"], &["--runs x", "a whole number"]),
+        (&["bench", "--runs", "-1"], &["--runs -1", "a whole number"]),
+        (&["bench", "--latent-eps", "small"], &["--latent-eps small", "a number"]),
+        (&["serve", "--cors", "localhost:3000"], &["--cors localhost:3000", "http://"]),
+        (&["doctor", "--model", "synthetic:glm-5.2"], &["synthetic:glm-5.2", "directory or demo"]),
+        (&["version", "--json", "/dev/null/x.json"], &["/dev/null/x.json"]),
         (&[], &["--help"]),
         (&["generate"], &["no prompt"]),
         (&["generate", "x", "--tokens", "f"], &["--tokens"]),
@@ -168,8 +174,10 @@ fn bad_usage_is_one_line_and_exit_code_2() {
 
 #[test]
 fn kernels_without_a_gpu_are_one_line_and_exit_code_2() {
-    for args in [&["kernels"][..], &["kernels", "--check"]] {
-        assert_one_line(&without_gpu(args), &["driver"]);
+    for args in [&["kernels"][..], &["kernels", "--check"], &["kernels", "--comm"]] {
+        let outcome = without_gpu(args);
+        assert_one_line(&outcome, &["driver"]);
+        assert!(!outcome.stderr.contains("--backend"), "kernels has no such option: {outcome:?}");
     }
 }
 
@@ -357,6 +365,16 @@ fn bench_takes_prompts_of_ones_own() {
     assert!(report["summary"]["by_class"]["mine"].is_object());
     std::fs::write(&file, "nonsense\n").unwrap();
     assert_one_line(&talon(&["bench", "--prompts", path]), &["prompts.jsonl", "line 1"]);
+}
+
+#[test]
+fn a_full_disk_loses_no_measurement() {
+    let args = ["--runs", "1", "--max-tokens", "2", "--backend", "cpu", "--json", "/dev/full"];
+    let outcome = talon(&[&["bench"], &args[..]].concat());
+    assert_eq!(outcome.code, Some(1), "{outcome:?}");
+    assert!(outcome.stdout.contains("text: identical"), "{outcome:?}");
+    assert_eq!(outcome.stderr.lines().count(), 1, "{outcome:?}");
+    assert!(outcome.stderr.contains("/dev/full") && outcome.stderr.contains("make room"));
 }
 
 #[test]

@@ -2,6 +2,8 @@
 //! changes meanwhile ends it with one line; and killed at any time it leaves nothing behind.
 
 mod common;
+#[path = "common/http.rs"]
+mod http;
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -11,6 +13,7 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use common::{Copy, DEMO, INDEX, Tensors, command, drain, read_json, repository, talon};
+use http::{Connection, Served};
 use serde_json::{Value, json};
 
 /// The shard that [`with_big_vocabulary`] adds.
@@ -229,19 +232,24 @@ fn left_behind() -> BTreeSet<String> {
     folders.flatten().map(|entry| entry.unwrap().path().display().to_string()).collect()
 }
 
-/// Kills a run with SIGKILL when `there` says so, and looks at what it held and left.
-fn kill_and_look(mut child: Child, there: impl FnOnce(&mut Child)) {
-    there(&mut child);
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", child.id())).unwrap();
+/// A process holds no memory that would outlive it.
+fn holds_nothing_that_stays(process: u32) {
+    let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).unwrap();
     for kept in ["/dev/shm", "/dev/hugepages", "/SYSV", "/anon_hugepage"] {
         assert!(!maps.contains(kept), "{kept} in {maps}");
     }
+}
+
+/// Kills a run with SIGKILL when `there` says so, and looks at what it held.
+fn kill_and_look(mut child: Child, there: impl FnOnce(&mut Child)) {
+    there(&mut child);
+    holds_nothing_that_stays(child.id());
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().code(), None, "it had ended before it was killed");
 }
 
-/// Killed in the load, in the prompt, while it decodes and in a benchmark: the next start works, and
-/// nothing stays in /dev/shm or /dev/hugepages. (On a GPU the driver frees what a process held; that
+/// Killed in the load, in the prompt, while it decodes, in a benchmark and while it serves: the next
+/// start works, and nothing stays in /dev/shm or /dev/hugepages. (On a GPU the driver frees what a process held; that
 /// cannot be seen without one.)
 #[test]
 fn killed_at_any_time_it_leaves_nothing() {
@@ -278,6 +286,21 @@ fn killed_at_any_time_it_leaves_nothing() {
         loaded(child);
         std::thread::sleep(Duration::from_millis(100));
     });
+
+    // A client that is still there does not keep the address from the next server.
+    let served = ["--model", small.arg()];
+    let mut killed = Served::start(&served);
+    let mut client = Connection::open(killed.address);
+    let body = json!({"prompt": "In", "stream": true, "ignore_eos": true, "max_tokens": 4000});
+    client.send_request("POST", "/v1/completions", &[], body.to_string().as_bytes());
+    assert_eq!(client.head().status, 200);
+    client.chunk();
+    holds_nothing_that_stays(killed.pid());
+    killed.signal("KILL");
+    assert_eq!(killed.wait(), None, "it had ended before it was killed");
+    let next = killed.start_again(&served);
+    let answer = next.ask("/v1/completions", &json!({"prompt": "In", "max_tokens": 4}));
+    assert_eq!(answer["usage"]["completion_tokens"], 4, "{answer}");
 
     let outcome = small.generate(&[1, 2, 3], &["--max-tokens", "4"]);
     assert_eq!(outcome.code, Some(0), "{outcome:?}");

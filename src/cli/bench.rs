@@ -235,16 +235,16 @@ impl BenchCommand {
         };
         let report = bench::report(&context, &measured);
         doctor::keep_bench(&report);
-        if let Some(target) = &self.json {
-            write_json(target, &report)?;
-        }
-        if let Some(target) = &self.html {
-            write_text(target, &bench::html(&report))?;
-        }
+        // Minutes of measuring are shown though a disk is full, and kept though nobody reads on.
+        let json = self.json.as_ref().map_or(Ok(()), |target| write_json(target, &report));
+        let page = |target| write_text(target, &bench::html(&report));
+        let html = self.html.as_deref().map_or(Ok(()), page);
         let stdout_taken = [&self.json, &self.html].map(|target| target.as_deref() == Some("-"));
-        if !stdout_taken.contains(&true) {
-            print(&bench::table(&report))?;
-        }
+        let shown = match stdout_taken.contains(&true) {
+            true => Ok(()),
+            false => print(&bench::table(&report)),
+        };
+        json.and(html).and(shown)?;
         Ok(ExitCode::from(if measured.first_divergence.is_some() { 3 } else { 0 }))
     }
 

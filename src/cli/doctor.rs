@@ -53,17 +53,15 @@ pub struct DoctorCommand {
 const FAILED: u8 = 4;
 
 impl DoctorCommand {
-    /// Says what has changed since the snapshot `file`.
-    fn compare(&self, file: &str, now: &Value) -> Result<ExitCode> {
-        let text = std::fs::read(file).map_err(|e| {
-            Error::input(format!("{file}: cannot read: {e}; check the path of --against"))
-        })?;
-        let changes = changes(file, &text, now)?;
+    /// Says what has changed since a snapshot.
+    fn show(&self, changes: &[String]) -> Result<ExitCode> {
         if let Some(target) = &self.json {
             write_json(target, &json!({ "changes": changes }))?;
         }
-        if self.json.as_deref() != Some("-") {
-            let lines = match changes.as_slice() {
+        let stdout_taken =
+            [&self.json, &self.snapshot].map(|target| target.as_deref() == Some("-"));
+        if !stdout_taken.contains(&true) {
+            let lines = match changes {
                 [] => "nothing has changed\n".to_owned(),
                 changes => changes.join("\n") + "\n",
             };
@@ -78,11 +76,14 @@ impl DoctorCommand {
         }
         let model = self.model.as_deref().map(open_model).transpose()?;
         let diagnosis = diagnose(self.root.as_deref(), model)?;
+        // The old snapshot is read before the new one, which may take its place, is written.
+        let compared = |file: &String| changed_since(file, &diagnosis.snapshot);
+        let changes = self.against.as_ref().map(compared).transpose()?;
         if let Some(target) = &self.snapshot {
             write_json(target, &diagnosis.snapshot)?;
         }
-        if let Some(file) = &self.against {
-            return self.compare(file, &diagnosis.snapshot);
+        if let Some(changes) = changes {
+            return self.show(&changes);
         }
         if let Some(target) = &self.json {
             write_json(target, &diagnosis.json())?;
@@ -96,9 +97,22 @@ impl DoctorCommand {
     }
 }
 
+/// What has changed since the snapshot `file`.
+fn changed_since(file: &str, now: &Value) -> Result<Vec<String>> {
+    let text = std::fs::read(file).map_err(|e| {
+        Error::input(format!("{file}: cannot read: {e}; check the path of --against"))
+    })?;
+    changes(file, &text, now)
+}
+
 /// A checkpoint: its size, and what tells it from others: config and index, and the shards' sizes.
 fn open_model(name: &str) -> Result<Model> {
     let source = Source::from_name(name, None)?;
+    if let Source::Synthetic(..) = source {
+        return Err(Error::input(format!(
+            "--model {name}: has no files to look at; expected a checkpoint directory or demo"
+        )));
+    }
     let mut identity = Map::new();
     for file in ["config.json", INDEX] {
         if let Some(bytes) = source.open(file)? {

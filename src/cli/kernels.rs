@@ -190,10 +190,10 @@ impl KernelsCommand {
     }
 
     fn show(&self, report: Value, table: &str) -> Result<()> {
-        if let Some(target) = &self.json {
-            write_json(target, &report)?;
-        }
-        if self.json.as_deref() == Some("-") { Ok(()) } else { print(table) }
+        // The table is shown though the file cannot be written.
+        let written = self.json.as_ref().map_or(Ok(()), |target| write_json(target, &report));
+        let shown = if self.json.as_deref() == Some("-") { Ok(()) } else { print(table) };
+        written.and(shown)
     }
 
     fn asked(&self) -> Result<Asked> {

@@ -103,9 +103,21 @@ fn usage_error(output: &str) -> String {
              generate -- \"{text}\""
         );
     }
+    let listed = "talon --help and talon COMMAND --help list what there is";
+    // argh names what Rust's own parsers of numbers say.
+    if let Some(rest) = output.trim().strip_prefix("Error parsing option '")
+        && let Some((option, rest)) = rest.split_once("' with value '")
+        && let Some((value, reason)) = rest.rsplit_once("': ")
+    {
+        let expected = match reason {
+            "invalid float literal" => "expected a number",
+            "number too large to fit in target type" => "expected a smaller number",
+            _ => "expected a whole number",
+        };
+        return format!("{option} {value}: {expected}; {listed}");
+    }
     let first: Vec<&str> = output.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    let help = "talon --help and talon COMMAND --help list what there is";
-    format!("{}; {help}", first.join(" ").trim_end_matches('.'))
+    format!("{}; {listed}", first.join(" ").trim_end_matches('.'))
 }
 
 /// Warnings by default, one line each without a time; `-v` and RUST_LOG show more.

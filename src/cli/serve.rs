@@ -141,6 +141,17 @@ impl ServeCommand {
         if api_key.as_deref() == Some("") {
             return Err(Error::input("--api-key: it is empty; leave the option out for no key"));
         }
+        let is_origin = |text: &str| {
+            text == "*"
+                || text.split_once("://").is_some_and(|(scheme, host)| {
+                    ["http", "https"].contains(&scheme) && !host.is_empty() && !host.contains('/')
+                })
+        };
+        if let Some(origin) = self.cors.as_deref().filter(|text| !is_origin(text)) {
+            return Err(Error::input(format!(
+                "--cors {origin}: expected an origin such as http://localhost:3000, or *"
+            )));
+        }
         raise_file_limit();
         end_when_accepting_ends();
         let server = Server::bind(Options {

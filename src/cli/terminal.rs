@@ -1,6 +1,6 @@
 //! Printing: results to stdout, everything else to stderr; a reader that goes away is no failure.
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 
 use serde_json::Value;
 
@@ -31,8 +31,15 @@ pub fn write_text(target: &str, text: &str) -> Result<()> {
     if target == "-" {
         return print(text);
     }
-    std::fs::write(target, text)
-        .map_err(|e| Error::runtime(format!("{target}: cannot write: {e}; check the path")))
+    std::fs::write(target, text).map_err(|e| Error::runtime(cannot_write(target, &e)))
+}
+
+fn cannot_write(target: &str, error: &std::io::Error) -> String {
+    let remedy = match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room, or choose another disk",
+        _ => "choose another path for the output",
+    };
+    format!("{target}: cannot write: {error}; {remedy}")
 }
 
 /// Refuses a report's path that cannot be written, before the work is done; leaves no file behind.
@@ -43,9 +50,7 @@ pub fn check_writable(target: &str) -> Result<()> {
     }
     let is_new = !path.exists();
     let opened = std::fs::OpenOptions::new().append(true).create(true).open(path);
-    opened.map(drop).map_err(|e| {
-        Error::input(format!("{target}: cannot write: {e}; choose another path for the output"))
-    })?;
+    opened.map(drop).map_err(|e| Error::input(cannot_write(target, &e)))?;
     if is_new {
         // What was just made is empty; if it cannot be removed it does no harm.
         let _ = std::fs::remove_file(path);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::model_options::check_tp;
 use super::progress::Progress;
-use super::terminal::{print, thousands, write_json};
+use super::terminal::{check_writable, print, thousands, write_json};
 use crate::engine::{ModelConfig, Opened, TextModel, eagle3_fault};
 use crate::error::{Error, Result};
 use crate::weights::{
@@ -185,15 +185,6 @@ fn read_hashes(file: &str) -> Result<HashList> {
     let text = std::fs::read(file)
         .map_err(|e| Error::input(format!("{file}: cannot read: {e}; check --check-hashes")))?;
     HashList::from_json(file, &text)
-}
-
-/// Whether the record can be written, told before hours of hashing; makes the file if it is not
-/// there.
-fn check_writable(target: &str) -> Result<()> {
-    let opened = std::fs::OpenOptions::new().append(true).create(true).open(target);
-    opened.map(drop).map_err(|e| {
-        Error::input(format!("{target}: cannot write: {e}; check the path of --write-hashes"))
-    })
 }
 
 /// A file that the loader refuses; the message names it.

@@ -3,7 +3,7 @@
 use argh::FromArgs;
 use serde_json::{Map, Value, json};
 
-use super::terminal::{print, thousands, write_json};
+use super::terminal::{check_writable, print, thousands, write_json};
 use crate::cuda;
 use crate::error::Result;
 use crate::weights::{Source, demo, demo_eagle3};
@@ -22,6 +22,7 @@ const WIDTH: usize = 100;
 
 impl VersionCommand {
     pub fn run(self) -> Result<()> {
+        self.json.as_deref().map_or(Ok(()), check_writable)?;
         let kernels = cuda::kernels::TARGETS;
         let driver = cuda::driver_summary();
         let (model, head) = (size(&demo())?, size(&demo_eagle3())?);

@@ -93,7 +93,7 @@ pub(super) fn choose(options: &LoadOptions) -> Result<Chosen> {
 }
 
 /// The GPUs of the ranks that run, or why they cannot be used, as far as it can be told before a load.
-fn find_gpus(options: &LoadOptions) -> std::result::Result<Vec<usize>, String> {
+pub(super) fn find_gpus(options: &LoadOptions) -> std::result::Result<Vec<usize>, String> {
     if !has_kernels() {
         return Err("this build has no CUDA kernels (see talon version)".into());
     }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::backends::choose;
-use super::{BackendChoice, DEFAULT_CONTEXT, LoadOptions, Opened};
+use super::backends::find_gpus;
+use super::{DEFAULT_CONTEXT, LoadOptions, Opened};
 use crate::cuda::{self, CudaOptions, Device, KernelTimes, LinkTime};
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, ModelParams, Weights};
@@ -52,17 +52,16 @@ pub fn measure_exchanges(
     tell: &mut dyn FnMut(&str),
     progress: &dyn Fn(usize, usize),
 ) -> Result<ExchangeTimes> {
-    let chosen = choose(&LoadOptions { backend: BackendChoice::Cuda, ..options.clone() })?;
-    if chosen.devices.len() < 2 {
+    let devices = find_gpus(options).map_err(|fault| Error::input(format!("--comm: {fault}")))?;
+    if devices.len() < 2 {
         return Err(Error::input(
             "--comm: one rank has nothing to exchange; name several, as in --devices 0,1 or --devices \
              0,0",
         ));
     }
-    let mut times =
-        cuda::measure_links(&chosen.devices, count, options.gpus.timeout, tell, progress)?;
+    let mut times = cuda::measure_links(&devices, count, options.gpus.timeout, tell, progress)?;
     let measured = times.len();
-    let nccl = cuda::measure_nccl(&chosen.devices, count, &|done, all| {
+    let nccl = cuda::measure_nccl(&devices, count, &|done, all| {
         progress(done, measured + all);
     });
     let nccl = nccl.map(|found| {

@@ -25,8 +25,13 @@ impl Served {
     }
 
     /// Started by a command that takes talon's arguments.
-    pub fn start_by(mut command: Command, args: &[&str]) -> Self {
-        command.args(["serve", "--port", "0", "--backend", "cpu"]).args(args);
+    pub fn start_by(command: Command, args: &[&str]) -> Self {
+        Self::start_at(0, command, args)
+    }
+
+    fn start_at(port: u16, mut command: Command, args: &[&str]) -> Self {
+        let port = port.to_string();
+        command.args(["serve", "--port", &port, "--backend", "cpu"]).args(args);
         command.env_remove("RUST_LOG").env_remove("TALON_API_KEY").stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary starts");
         let mut lines = BufReader::new(child.stderr.take().expect("stderr")).lines();
@@ -46,6 +51,11 @@ impl Served {
             }
         });
         Self { child, address, log }
+    }
+
+    /// Another one with its address, once it has ended.
+    pub fn start_again(&self, args: &[&str]) -> Self {
+        Self::start_at(self.address.port(), Command::new(env!("CARGO_BIN_EXE_talon")), args)
     }
 
     pub fn pid(&self) -> u32 {

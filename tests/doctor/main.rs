@@ -170,6 +170,12 @@ fn a_snapshot_names_what_has_changed_since() {
             "toolkit./usr/local/cuda-13.2: nothing -> 13.2.0",
         ]
     );
+    // A new record in the old one's place is written behind the comparison.
+    let both = ["--snapshot", file, "--against", file, "--model", "demo"];
+    let replaced = talon(&[&["doctor", "--root", &root][..], &both].concat());
+    assert_eq!(replaced.stdout, changed.stdout);
+    let same = talon(&["doctor", "--root", &root, "--against", file, "--model", "demo"]);
+    assert_eq!(same.stdout, "nothing has changed\n", "{same:?}");
     let other = talon(&["doctor", "--root", &root, "--against", file]);
     assert!(other.stdout.contains("model.config.json.sha256: "), "{other:?}");
     let bad = talon(&["doctor", "--root", &root, "--against", "/nowhere.json"]);
