@@ -16,7 +16,7 @@ ZIG := .toolchain/zig
 ZIG_PACKAGES := cargo-zigbuild==0.24.1 ziglang==0.15.2
 CARGO_HOME_PATH := $(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)
 
-.PHONY: help demo test build dist test-dist zig bench load emulator lint soak deny toolchain nextest clients clean
+.PHONY: help demo test build dist test-dist zig bench load load-rate emulator lint soak deny toolchain nextest clients clean
 
 # The Python clients that tests/http_clients.rs runs.
 CLIENTS := .toolchain/python
@@ -68,6 +68,9 @@ bench: build ## the figures of docs/measurements.md: decode rates, speculation, 
 
 load: build ## the load figures of docs/measurements.md: requests/s and time to the first token of talon serve
 	python3 tests/clients/load.py $(BINARY)
+
+load-rate: build ## how fast a checkpoint of 10 GB is loaded beside dd, on the disk of target/; takes 10 GB there for a while
+	python3 tests/load_rate.py $(BINARY) target/load-rate
 
 emulator: toolchain ## a libcuda that runs the kernels on the CPU (tests/emulator/README.md)
 	tests/emulator/build.sh target/emulator

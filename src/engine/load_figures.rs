@@ -42,6 +42,17 @@ impl LoadFigures {
         self.bytes as f64 / self.seconds
     }
 
+    /// In a few words, for the log.
+    pub(super) fn summary(&self) -> String {
+        format!(
+            "{:.2} GB of weights read in {:.3} s: {:.2} GB/s, page cache {}",
+            self.bytes as f64 / 1e9,
+            self.seconds,
+            self.rate() / 1e9,
+            self.cache()
+        )
+    }
+
     /// `warm`, `cold` or `mixed`.
     pub fn cache(&self) -> &'static str {
         match self.resident_before {

@@ -250,6 +250,9 @@ impl Engine {
             false => Reading::new(&needed, What::Scales),
         };
         let (read, load) = LoadFigures::measure(&reading, progress)?;
+        if let Some(load) = &load {
+            info!("{}", load.summary());
+        }
         if let Some(first) = read.problems.first() {
             return Err(Error::input(first.line()));
         }
