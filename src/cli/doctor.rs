@@ -1,13 +1,18 @@
 //! `talon doctor`: why this box is slow.
 
+use std::cell::Cell;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::mpsc::channel;
 
 use argh::FromArgs;
 use serde_json::{Map, Value, json};
 
+use super::interrupt;
+use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
-use crate::doctor::{Model, changes, diagnose, table};
+use crate::cuda::leave;
+use crate::doctor::{Diagnosis, Model, Watch, changes, diagnose, table};
 use crate::error::{Error, Result};
 use crate::weights::{Checkpoint, INDEX, Source, sha256};
 
@@ -19,9 +24,11 @@ use crate::weights::{Checkpoint, INDEX, Source, sha256};
     example = "{command_name}",
     example = "{command_name} --json -",
     example = "{command_name} --model ./GLM-5.2-NVFP4",
+    example = "{command_name} --deep --model ./GLM-5.2-NVFP4",
     example = "{command_name} --snapshot before.json",
     example = "{command_name} --against before.json",
-    note = "Nothing is changed and no GPU is loaded. What cannot be read is unknown, with the reason; some of\nit can be read as root.",
+    note = "Nothing is changed, and without --deep no GPU is loaded. What cannot be read is unknown, with the\nreason; some of it can be read as root.",
+    note = "--deep makes all GPUs read, copy and exchange for some seconds. On some boxes that hangs or restarts\nthe machine: what is about to be measured is written to ~/.cache/talon/doctor.trying first, and the\nnext doctor names what never came back.",
     error_code(2, "bad arguments or bad input"),
     error_code(4, "a check has failed")
 )]
@@ -29,6 +36,11 @@ pub struct DoctorCommand {
     /// write the checks as JSON (- is stdout, instead of the table)
     #[argh(option, arg_name = "file")]
     json: Option<String>,
+
+    /// measure what shows only under load: clocks and links, memory, copies between host and GPUs and from
+    /// GPU to GPU, exchanges, and the disk of --model; under a minute, GPUs should be idle
+    #[argh(switch)]
+    deep: bool,
 
     /// a checkpoint that is to be run here: memory and disk are judged by its size (default: GLM-5.2 in
     /// NVFP4, 465 GB, where there are GPUs)
@@ -51,10 +63,12 @@ pub struct DoctorCommand {
 
 /// The exit code when a check has failed (DESIGN §4).
 const FAILED: u8 = 4;
+/// And when it was interrupted.
+const INTERRUPTED: u8 = 130;
 
 impl DoctorCommand {
     /// Says what has changed since a snapshot.
-    fn show(&self, changes: &[String]) -> Result<ExitCode> {
+    fn show(&self, changes: &[String]) -> Result<()> {
         if let Some(target) = &self.json {
             write_json(target, &json!({ "changes": changes }))?;
         }
@@ -67,7 +81,7 @@ impl DoctorCommand {
             };
             print(&lines)?;
         }
-        Ok(ExitCode::SUCCESS)
+        Ok(())
     }
 
     pub fn run(self) -> Result<ExitCode> {
@@ -75,7 +89,43 @@ impl DoctorCommand {
             check_writable(target)?;
         }
         let model = self.model.as_deref().map(open_model).transpose()?;
-        let diagnosis = diagnose(self.root.as_deref(), model)?;
+        let diagnosis = self.diagnose(model)?;
+        let code = self.report(&diagnosis)?;
+        if diagnosis.hangs.is_some() {
+            leave(code);
+        }
+        Ok(ExitCode::from(code))
+    }
+
+    /// Looks at the box, and measures it if that was asked for.
+    fn diagnose(&self, model: Option<Model>) -> Result<Diagnosis> {
+        let root = self.root.as_deref();
+        if !self.deep {
+            return diagnose(root, model, None);
+        }
+        let (sender, interruptions) = channel();
+        interrupt::listen(sender, || ());
+        let interrupted = Cell::new(false);
+        let is_interrupted = || {
+            interrupted.set(interrupted.get() || interruptions.try_recv().is_ok());
+            interrupted.get()
+        };
+        let progress = Progress::words();
+        let tell = |what: &str| {
+            log::info!("measuring: {what}");
+            progress.say(what);
+        };
+        let watch = Watch { tell: &tell, is_interrupted: &is_interrupted };
+        let diagnosis = diagnose(root, model, Some(&watch));
+        progress.finish();
+        if interrupted.get() {
+            leave(INTERRUPTED);
+        }
+        diagnosis
+    }
+
+    /// Writes and prints what was found; the exit code.
+    fn report(&self, diagnosis: &Diagnosis) -> Result<u8> {
         // The old snapshot is read before the new one, which may take its place, is written.
         let compared = |file: &String| changed_since(file, &diagnosis.snapshot);
         let changes = self.against.as_ref().map(compared).transpose()?;
@@ -83,7 +133,8 @@ impl DoctorCommand {
             write_json(target, &diagnosis.snapshot)?;
         }
         if let Some(changes) = changes {
-            return self.show(&changes);
+            self.show(&changes)?;
+            return Ok(0);
         }
         if let Some(target) = &self.json {
             write_json(target, &diagnosis.json())?;
@@ -91,9 +142,9 @@ impl DoctorCommand {
         let stdout_taken =
             [&self.json, &self.snapshot].map(|target| target.as_deref() == Some("-"));
         if !stdout_taken.contains(&true) {
-            print(&table(&diagnosis))?;
+            print(&table(diagnosis))?;
         }
-        Ok(if diagnosis.fails() { ExitCode::from(FAILED) } else { ExitCode::SUCCESS })
+        Ok(if diagnosis.fails() { FAILED } else { 0 })
     }
 }
 

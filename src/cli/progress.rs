@@ -18,6 +18,19 @@ impl Progress {
         )
     }
 
+    /// What is being done, and for how long, in words.
+    pub fn words() -> Self {
+        let progress = Self::new("", "{spinner} {msg}, {elapsed}");
+        progress.bar.enable_steady_tick(Duration::from_millis(200));
+        progress
+    }
+
+    /// Says what is done now.
+    pub fn say(&self, what: &str) {
+        self.bar.set_message(what.to_owned());
+        self.bar.reset_elapsed();
+    }
+
     /// A bar that counts to `total`.
     pub fn count(label: &'static str, total: u64) -> Self {
         let progress = Self::new(label, "{msg} {wide_bar} {pos}/{len} {eta}");

@@ -99,9 +99,13 @@ impl Nvml {
         }
     }
 
-    /// What changes from moment to moment, of all GPUs.
-    pub fn samples(&self) -> Vec<Sample> {
-        self.handles().into_iter().map(|handle| self.sample(handle)).collect()
+    /// What changes from moment to moment, of all GPUs, with their addresses on the bus.
+    pub fn samples(&self) -> Vec<(String, Sample)> {
+        let of = |gpu: Handle| {
+            let pci = self.one::<PciInfo>(gpu, c"nvmlDeviceGetPciInfo_v3")?;
+            Some((address(&pci), self.sample(gpu)))
+        };
+        self.handles().into_iter().filter_map(of).collect()
     }
 
     fn handles(&self) -> Vec<Handle> {

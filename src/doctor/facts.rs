@@ -1,11 +1,19 @@
 //! What the checks go by: the files, the PCI tree, what NVML tells, and what was measured.
 
+use std::path::PathBuf;
+
 use serde_json::Value;
 
-use super::measured::Measured;
+use super::deep::{self, Asked, DEEP, Watch};
+use super::measured::{self, Measured};
 use super::pci::{PciDevice, PciTree};
 use super::root::View;
+use crate::comm;
 use crate::cuda::{self, GpuStates};
+use crate::error::{Error, Result};
+
+/// What measures again.
+pub const DEEP_AGAIN: &str = "talon doctor --deep";
 
 /// What a check may look at.
 pub struct Facts {
@@ -26,7 +34,55 @@ impl Facts {
     pub fn read(view: View, model: Option<(String, u64)>) -> Self {
         let nvml = if view.is_recorded() { recorded_gpus(&view) } else { cuda::gpu_states() };
         let measured = Measured::read(&view, &nvml);
-        Self { pci: PciTree::read(&view), nvml, measured, view, model }
+        let mut facts = Self { pci: PciTree::read(&view), nvml, measured, view, model };
+        // On this box the load was some time ago; of a recorded one all is of one time.
+        if facts.view.is_recorded() {
+            facts.show_load();
+        }
+        facts
+    }
+
+    /// Measures this box, and takes what comes of it as what is known. What has not come back is told
+    /// as of an earlier run, and is the result.
+    ///
+    /// # Errors
+    /// Input error for a recorded box; interrupted, if somebody wants it.
+    pub fn measure(&mut self, watch: &Watch) -> Result<Option<String>> {
+        if self.view.is_recorded() {
+            return Err(Error::input(
+                "--deep measures this box and --root shows another: leave one of them out",
+            ));
+        }
+        let folder = self.model.as_ref().map(|(folder, _)| PathBuf::from(folder));
+        let asked = Asked {
+            place: measured::place(&self.view, &self.nvml),
+            model: folder.filter(|folder| folder.is_dir()),
+        };
+        let deep::Outcome { deep, hangs } = deep::measure(asked, watch)?;
+        if let Ok(text) = serde_json::to_string(&deep) {
+            comm::write_cached(DEEP, &text);
+        }
+        self.measured.take(deep);
+        self.show_load();
+        match &hangs {
+            Some(what) => self.measured.unfinished = Some((what.clone(), DEEP_AGAIN)),
+            None => {
+                self.measured.unfinished.take_if(|(_, again)| *again == DEEP_AGAIN);
+            }
+        }
+        Ok(hangs)
+    }
+
+    /// Gives each GPU the load under which it was looked at.
+    fn show_load(&mut self) {
+        for speed in self.measured.deep.iter().flat_map(|deep| &deep.gpus) {
+            let is_it = |gpu: &&mut cuda::GpuState| gpu.pci.as_ref() == Some(&speed.pci);
+            if let Some(gpu) = self.nvml.gpus.iter_mut().find(is_it)
+                && speed.load.is_some()
+            {
+                gpu.load.clone_from(&speed.load);
+            }
+        }
     }
 
     /// NVIDIA's GPUs on the bus; only those that NVML shows where it shows any, since a container sees

@@ -1,14 +1,15 @@
-//! What was measured on this box: by a start (the exchanges between GPUs) and by `talon bench`. What was
+//! What was measured on this box: by a start (the exchanges between GPUs), `talon bench` and `talon doctor --deep`. What was
 //! measured on another, whose folder this user shares or took along, does not count.
 
 use serde_json::{Value, json};
 
 use super::date::date;
-use super::facts::number;
+use super::deep::{DEEP, Deep};
+use super::facts::{DEEP_AGAIN, number};
 use super::fingerprint;
 use super::root::View;
 use crate::comm::{self, Breadcrumb, LinkBox, Trial};
-use crate::cuda::{self, GpuStates};
+use crate::cuda::{self, GpuState, GpuStates};
 
 /// What is known.
 #[derive(Debug, Clone, Default)]
@@ -21,6 +22,8 @@ pub struct Measured {
     pub bench: Option<Value>,
     /// Why there is one that does not count.
     pub bench_elsewhere: Option<String>,
+    /// What `talon doctor --deep` has measured, now or the last time.
+    pub deep: Option<Deep>,
     /// What was tried on this box and never came back: what, and what tries it again.
     pub unfinished: Option<(String, &'static str)>,
 }
@@ -69,10 +72,14 @@ impl Measured {
                 None => found.bench = Some(bench),
             }
         }
-        let again = [
-            (Breadcrumb::LINKS, "talon bench --requalify"),
-            (Breadcrumb::DOCTOR, "talon doctor --deep"),
-        ];
+        if let Some(deep) =
+            json(DEEP).and_then(|stored| serde_json::from_value::<Deep>(stored).ok())
+            && here.is_not(&deep.place).is_none()
+        {
+            found.take(deep);
+        }
+        let again =
+            [(Breadcrumb::LINKS, "talon bench --requalify"), (Breadcrumb::DOCTOR, DEEP_AGAIN)];
         let left = again.into_iter().find_map(|(name, again)| {
             let trial = Trial::parse(&kept(view, name)?);
             let stat = view.text(&format!("proc/{}/stat", trial.pid));
@@ -83,6 +90,30 @@ impl Measured {
         found.unfinished = left;
         found
     }
+
+    /// Takes what was measured as what is known.
+    pub fn take(&mut self, deep: Deep) {
+        self.links = deep.exchanges().or(self.links.take());
+        self.deep = Some(deep);
+    }
+}
+
+/// This box in comm's line, for what is kept with it.
+pub fn place(view: &View, nvml: &GpuStates) -> String {
+    let gpus = nvml.gpus.iter();
+    LinkBox {
+        talon: format!("{} {}", env!("CARGO_PKG_VERSION"), env!("TALON_COMMIT")),
+        driver: format!("CUDA {}", nvml.cuda_version.as_deref().unwrap_or("?")),
+        kernel: view.text("proc/sys/kernel/osrelease").unwrap_or_default(),
+        gpus: gpus.filter_map(in_words).collect(),
+        hidden: 0,
+    }
+    .text()
+}
+
+/// A GPU as comm's line has it.
+fn in_words(gpu: &GpuState) -> Option<String> {
+    Some(format!("{} {}", gpu.uuid.as_ref()?, gpu.pci.as_ref()?))
 }
 
 impl Here<'_> {
@@ -105,10 +136,7 @@ impl Here<'_> {
         if of.driver.split(',').next() != Some(driver.as_str()) {
             return Some(format!("driver was {}, is {driver}", of.driver));
         }
-        let gpus = self.nvml.gpus.iter();
-        let gpus =
-            gpus.filter_map(|gpu| Some(format!("{} {}", gpu.uuid.as_ref()?, gpu.pci.as_ref()?)));
-        let gpus: Vec<String> = gpus.collect();
+        let gpus: Vec<String> = self.nvml.gpus.iter().filter_map(in_words).collect();
         let missing = of.gpus.iter().find(|gpu| !gpus.contains(gpu))?;
         Some(format!("{missing} is not here"))
     }

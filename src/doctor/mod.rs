@@ -5,6 +5,7 @@ mod cgroup;
 mod check;
 mod checks;
 mod date;
+mod deep;
 mod expected;
 mod facts;
 mod fingerprint;
@@ -19,6 +20,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 pub use check::{Check, Status};
+pub use deep::Watch;
 pub use fingerprint::fingerprint;
 pub use measured::keep_bench;
 pub use report::table;
@@ -42,6 +44,10 @@ pub struct Diagnosis {
     pub last_bench: Value,
     /// Why there is one that does not count: it was on another box.
     pub bench_elsewhere: Option<String>,
+    /// What `--deep` has measured, now or the last time; null if it never has.
+    pub measured: Value,
+    /// What was measured and has not come back: it holds a thread, and maybe a GPU.
+    pub hangs: Option<String>,
 }
 
 /// A checkpoint that is to run on the box.
@@ -54,17 +60,22 @@ pub struct Model {
     pub identity: Map<String, Value>,
 }
 
-/// Looks at this box, or at the one recorded in the folder `root`.
+/// Looks at this box, or at the one recorded in the folder `root`. With a `watch`, measures it first.
 ///
 /// # Errors
-/// Input error if there is no such folder.
-pub fn diagnose(root: Option<&Path>, model: Option<Model>) -> Result<Diagnosis> {
+/// Input error if there is no such folder, or if it is to be measured; interrupted, if the watch says so.
+pub fn diagnose(
+    root: Option<&Path>,
+    model: Option<Model>,
+    watch: Option<&Watch>,
+) -> Result<Diagnosis> {
     let view = root.map_or_else(|| Ok(View::of_this_box()), View::recorded)?;
     let (sizes, identity) = match model {
         Some(model) => (Some((model.folder, model.bytes)), model.identity),
         None => (None, Map::new()),
     };
-    let facts = Facts::read(view, sizes);
+    let mut facts = Facts::read(view, sizes);
+    let hangs = watch.map_or(Ok(None), |watch| facts.measure(watch))?;
     let recorded = facts.view.is_recorded();
     Ok(Diagnosis {
         snapshot: snapshot::snapshot(&facts, &identity),
@@ -73,6 +84,8 @@ pub fn diagnose(root: Option<&Path>, model: Option<Model>) -> Result<Diagnosis> 
         fingerprint: if recorded { Value::Null } else { fingerprint() },
         last_bench: facts.measured.bench.unwrap_or_default(),
         bench_elsewhere: facts.measured.bench_elsewhere,
+        measured: serde_json::to_value(&facts.measured.deep).unwrap_or_default(),
+        hangs,
     })
 }
 
@@ -88,6 +101,7 @@ impl Diagnosis {
             "box": self.fingerprint,
             "checks": self.checks.iter().map(Check::json).collect::<Vec<Value>>(),
             "expected_speed": self.expected_speed,
+            "measured": self.measured,
             "last_bench": self.last_bench,
         })
     }

@@ -67,14 +67,22 @@ fn speed_lines(expected: &Value, bench: &Value) -> String {
         (expected["tokens_per_second"].as_f64(), expected["step_ms"].as_f64())
     {
         let (bytes, reduce) = (&expected["rank_bytes"], &expected["reduce_us"]);
+        let word = |name: &str| expected[name].as_str().unwrap_or("?");
+        let exchanges = match expected["exchanges"].as_u64() {
+            None | Some(0) => String::new(),
+            Some(count) => format!(
+                "; {count} exchanges of {:.1} us, {}",
+                reduce.as_f64().unwrap_or(0.0),
+                word("reduce_us_from")
+            ),
+        };
         text += &format!(
-            "should reach: at most {rate:.0} tokens/s without speculation with GLM-5.2 in NVFP4 on 8 ranks ({ms:.1} ms a \
-             step: {:.2} GB a rank at {:.2} TB/s, {} exchanges of {:.1} us, {})\n",
+            "should reach: at most {rate:.0} tokens/s without speculation with {} ({ms:.1} ms a step: {:.2} GB a \
+             rank at {:.2} TB/s, {}{exchanges})\n",
+            word("model"),
             bytes.as_f64().unwrap_or(0.0) / 1e9,
             expected["bandwidth"].as_f64().unwrap_or(0.0) / 1e12,
-            expected["exchanges"],
-            reduce.as_f64().unwrap_or(0.0),
-            expected["reduce_us_from"].as_str().unwrap_or("?"),
+            word("bandwidth_from"),
         );
     }
     if let (Some(rate), Some(ms)) = (bench["tokens_per_second"].as_f64(), bench["step_ms"].as_f64())

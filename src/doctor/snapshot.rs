@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::facts::Facts;
+use super::facts::{Facts, number};
 use super::pci::{link, place};
 use crate::error::{Error, Result};
 
@@ -77,6 +77,18 @@ pub fn snapshot(facts: &Facts, model: &Map<String, Value>) -> Value {
             }
         }
     }
+    for speed in facts.measured.deep.iter().flat_map(|deep| &deep.gpus) {
+        put(format!("measured.{}.read", speed.pci), speed.read.into());
+        put(format!("measured.{}.from_host", speed.pci), speed.from_host.into());
+        put(format!("measured.{}.to_host", speed.pci), speed.to_host.into());
+    }
+    for path in facts.measured.deep.iter().flat_map(|deep| &deep.paths) {
+        put(format!("measured.gpu.{}.to.{}", path.from, path.to), path.load.into());
+    }
+    if let Some(links) = &facts.measured.links {
+        put("measured.exchange.us".into(), links.microseconds(1).into());
+        put("exchange.variant".into(), links.variant(1).into());
+    }
     for (name, value) in view.variables() {
         if VARIABLES.iter().any(|begin| name.starts_with(begin)) {
             put(format!("environment.{name}"), value.into());
@@ -142,10 +154,22 @@ pub fn changes(file: &str, text: &[u8], now: &Value) -> Result<Vec<String>> {
     let mut names: Vec<&String> = before.keys().chain(now.keys()).collect();
     names.sort();
     names.dedup();
-    let differ = names.into_iter().filter(|name| before.get(*name) != now.get(*name));
+    let differ = names.into_iter().filter(|name| match (before.get(*name), now.get(*name)) {
+        (before, now) if name.starts_with("measured.") => is_another(before, now),
+        (before, now) => before != now,
+    });
     Ok(differ
         .map(|name| format!("{name}: {} -> {}", word(before.get(name)), word(now.get(name))))
         .collect())
+}
+
+/// Whether a measured figure is another one: the same load is not measured twice alike, and what was
+/// measured only once says nothing.
+fn is_another(before: Option<&Value>, now: Option<&Value>) -> bool {
+    const ALIKE: f64 = 0.1;
+    let number = |value: Option<&Value>| value.and_then(number);
+    let (Some(before), Some(now)) = (number(before), number(now)) else { return false };
+    (before - now).abs() > ALIKE * before.abs().max(now.abs())
 }
 
 #[cfg(test)]
@@ -157,6 +181,15 @@ mod tests {
         assert_eq!(package("torch-2.9.0+cu130.dist-info"), Some(("torch", "2.9.0+cu130")));
         assert_eq!(package("torchvision-0.1.dist-info"), None);
         assert_eq!(package("torch"), None);
+    }
+
+    #[test]
+    fn measured_figures_differ_only_beyond_what_two_runs_do() {
+        let list = |values: Value| json!({ "schema": 1, "box": values });
+        let before =
+            list(json!({ "measured.a": 100.0, "measured.b": 5, "measured.c": 1 })).to_string();
+        let now = list(json!({ "measured.a": 91.0, "measured.b": 4, "measured.d": 1 }));
+        assert_eq!(changes("f", before.as_bytes(), &now).unwrap(), ["measured.b: 5 -> 4"]);
     }
 
     #[test]

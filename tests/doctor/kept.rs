@@ -30,7 +30,10 @@ fn exchanges_of_another_box_are_not_this_ones() {
         let check = recorded.check("exchange");
         assert_eq!(check["status"], "unknown", "{check}");
         assert!(check["value"].as_str().unwrap().contains(why), "{check}");
-        assert_eq!(recorded.doctor().json()["expected_speed"]["reduce_us_from"], "published");
+        assert_eq!(
+            recorded.doctor().json()["expected_speed"]["reduce_us_from"],
+            "published, over PCIe"
+        );
     }
 }
 

@@ -146,6 +146,7 @@ impl Recorded {
             })
             .to_string(),
         );
+        recorded.put("deep.json", &deep().to_string());
         Self { nvml, ..recorded }
     }
 
@@ -209,6 +210,24 @@ pub fn link_box() -> String {
     let gpus = (0..GPUS).map(|index| format!("GPU-{index} {}", gpu_address(index)));
     let gpus: Vec<String> = gpus.collect();
     format!("0.1.0 abc | CUDA 13.0, 8 devices | {KERNEL} | {} | 6144", gpus.join(" | "))
+}
+
+/// What --deep would have measured on the healthy box.
+pub fn deep() -> Value {
+    let gpu = |index: usize| json!({ "pci": gpu_address(index), "read": 1.64e12, "from_host": 55e9, "to_host": 54e9 });
+    let pairs = (0..GPUS * GPUS).filter(|pair| pair / GPUS != pair % GPUS);
+    let path = |pair: usize| {
+        json!({
+            "from": pair / GPUS, "to": pair % GPUS, "copy": 55e9, "load": 53e9, "store": 54e9,
+            "delay_us": 0.9,
+        })
+    };
+    json!({
+        "date": "2026-12-07", "box": link_box(), "gpus": (0..GPUS).map(gpu).collect::<Vec<Value>>(),
+        "paths": pairs.map(path).collect::<Vec<Value>>(),
+        "together": { "from": 0, "to": 4, "load": 30e9 },
+        "not_measured": { "disk": "no checkpoint on a disk was named: --model DIR" },
+    })
 }
 
 pub fn pci(address: &str) -> String {

@@ -9,6 +9,7 @@ mod health;
 mod host;
 mod links;
 mod paths;
+mod speed;
 
 use super::check::Check;
 use super::facts::Facts;
@@ -16,7 +17,7 @@ use super::facts::Facts;
 type CheckFn = fn(&Facts) -> Check;
 
 /// All of them, in the order of the report.
-const CHECKS: [CheckFn; 36] = [
+const CHECKS: [CheckFn; 40] = [
     driver::driver,
     driver::driver_match,
     driver::registry,
@@ -37,6 +38,9 @@ const CHECKS: [CheckFn; 36] = [
     health::temperature,
     health::memory_errors,
     health::kernel_log,
+    speed::read_rate,
+    speed::host_copies,
+    speed::peer_copies,
     exchange::exchange,
     exchange::unfinished,
     host::power_saving,
@@ -46,6 +50,7 @@ const CHECKS: [CheckFn; 36] = [
     host::governor,
     host::virtual_machine,
     host::disk,
+    speed::disk_rate,
     container::memory_limit,
     container::cores,
     container::locked_memory,
