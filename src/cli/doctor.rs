@@ -12,7 +12,8 @@ use super::interrupt;
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json};
 use crate::cuda::leave;
-use crate::doctor::{Diagnosis, Model, Watch, changes, diagnose, table};
+use crate::doctor::{Diagnosis, Model, Room, Watch, changes, diagnose, table};
+use crate::engine::room;
 use crate::error::{Error, Result};
 use crate::weights::{Checkpoint, INDEX, Source, sha256};
 
@@ -177,5 +178,11 @@ fn open_model(name: &str) -> Result<Model> {
     // Mounts are named from the root on.
     let folder =
         std::fs::canonicalize(name).map_or(name.to_owned(), |path| path.display().to_string());
-    Ok(Model { folder, bytes: bytes as u64, identity })
+    let (resident, name) = (checkpoint.resident(), name.to_owned());
+    let room = move |ranks: usize| {
+        let room = Source::from_name(&name, None).and_then(|source| room(source, ranks));
+        let room = room.map_err(|error| error.to_string())?;
+        Ok(Room { bytes: room.bytes as u64, context: room.context })
+    };
+    Ok(Model { folder, bytes: bytes as u64, identity, resident, room: Box::new(room) })
 }

@@ -62,7 +62,7 @@ pub use nccl::{NcclTimes, measure_nccl};
 pub use nvml::{Nvml, gpu_states};
 pub use plan::MemoryPlan;
 pub use probe::Probe;
-pub use rank::CudaOptions;
+pub use rank::{CudaOptions, memory_plan};
 pub use routing::{Route, decode_routes, encode_routes};
 pub use stream::Stream;
 

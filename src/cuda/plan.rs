@@ -175,12 +175,17 @@ impl MemoryPlan {
         self.weights + self.caches_and_buffers
     }
 
+    /// What must be free: all that is allocated, and what loading and graphs take.
+    pub fn needed(&self) -> usize {
+        self.total() + STAGING_BYTES + DRIVER_BYTES
+    }
+
     /// Refuses what does not fit in `free` bytes.
     ///
     /// # Errors
     /// Input error with the sums and the shortfall in MiB.
     pub fn check(&self, free: usize, context: usize, device: &str) -> Result<()> {
-        let needed = self.total() + STAGING_BYTES + DRIVER_BYTES;
+        let needed = self.needed();
         if needed <= free {
             return Ok(());
         }

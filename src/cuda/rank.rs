@@ -88,27 +88,9 @@ impl CudaRank {
         comm: Option<RankComm>,
         progress: &dyn Fn(usize, usize),
     ) -> Result<Self> {
-        check_shape(config)?;
-        if let Some(DraftParams::Eagle3(head)) = &params.drafter {
-            check_head(&head.config, config, options.ranks)?;
-        }
+        let plan = memory_plan(config, params, options)?;
         let device = Device::open(options.device)?;
         let sizes = sizes(config, params, options);
-        let mut counted = Places::counting();
-        DeviceWeights::place(config, params, &mut counted, &mut |_| {})?;
-        let weights_bytes = counted.used();
-        Buffers::place(config, &sizes, &mut counted);
-        let place_drafter = |places: &mut Places| {
-            let place = |drafter: &DraftParams| {
-                DrafterBuffers::place(config, drafter, &sizes, options.ranks, places)
-            };
-            params.drafter.as_ref().map(place)
-        };
-        place_drafter(&mut counted);
-        let plan = MemoryPlan {
-            weights: weights_bytes,
-            caches_and_buffers: counted.used() - weights_bytes,
-        };
         let name = format!("GPU {} ({})", options.device, device.name());
         let kernels = KernelSet::load(&device, attend_shared(config))?;
         let memory = {
@@ -122,7 +104,7 @@ impl CudaRank {
             progress(bytes, plan.weights);
         })?;
         let buffers = Buffers::place(config, &sizes, &mut places);
-        let drafter = match place_drafter(&mut places) {
+        let drafter = match place_drafter((config, params, options), &sizes, &mut places) {
             Some(buffers) => Some(DeviceDrafter { kernels: DraftKernels::load(&device)?, buffers }),
             None => None,
         };
@@ -172,6 +154,38 @@ impl CudaRank {
         let stream = &self.stream;
         Recorder { rank: self, stream, rows, long, with_head: true, host, collectives: 0 }
     }
+}
+
+/// What a rank takes of its device; nothing is loaded, and no device is needed.
+///
+/// # Errors
+/// Input error if the model has a shape that the kernels do not take.
+pub fn memory_plan(
+    config: &Arc<ModelConfig>,
+    params: &ModelParams,
+    options: &CudaOptions,
+) -> Result<MemoryPlan> {
+    check_shape(config)?;
+    if let Some(DraftParams::Eagle3(head)) = &params.drafter {
+        check_head(&head.config, config, options.ranks)?;
+    }
+    let sizes = sizes(config, params, options);
+    let mut counted = Places::counting();
+    DeviceWeights::place(config, params, &mut counted, &mut |_| {})?;
+    let weights = counted.used();
+    Buffers::place(config, &sizes, &mut counted);
+    place_drafter((config, params, options), &sizes, &mut counted);
+    Ok(MemoryPlan { weights, caches_and_buffers: counted.used() - weights })
+}
+
+/// Gives the buffers of a drafter, if there is one, their places.
+fn place_drafter(
+    (config, params, options): (&ModelConfig, &ModelParams, &CudaOptions),
+    sizes: &Sizes,
+    places: &mut Places,
+) -> Option<DrafterBuffers> {
+    let drafter = params.drafter.as_ref()?;
+    Some(DrafterBuffers::place(config, drafter, sizes, options.ranks, places))
 }
 
 /// Shared memory of `attend`: positions and queries, padded against bank conflicts.

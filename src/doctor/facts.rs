@@ -8,6 +8,7 @@ use super::deep::{self, Asked, DEEP, Watch};
 use super::measured::{self, Measured};
 use super::pci::{PciDevice, PciTree};
 use super::root::View;
+use super::{Model, Room};
 use crate::comm;
 use crate::cuda::{self, GpuStates};
 use crate::error::{Error, Result};
@@ -21,8 +22,20 @@ pub struct Facts {
     pub pci: PciTree,
     pub nvml: GpuStates,
     pub measured: Measured,
-    /// Bytes of the checkpoint that was asked about, and its folder.
-    pub model: Option<(String, u64)>,
+    /// The checkpoint that was asked about.
+    pub model: Option<ModelFacts>,
+}
+
+/// A checkpoint, as far as checks look at it.
+pub struct ModelFacts {
+    pub folder: String,
+    /// Of its tensors.
+    pub bytes: u64,
+    /// Share of it that is in memory; `None` if it is no files.
+    pub resident: Option<f64>,
+    /// What each of that many ranks' GPUs must have free for it, or why it cannot be shared so; `None`
+    /// without GPUs.
+    pub room: Option<(usize, std::result::Result<Room, String>)>,
 }
 
 /// What the published NVFP4 checkpoints of GLM-5.2 hold, in bytes: what a box is judged by unless
@@ -31,9 +44,16 @@ pub const FULL_MODEL_BYTES: u64 = 464_795_267_072;
 
 impl Facts {
     /// Reads this box or a recorded one.
-    pub fn read(view: View, model: Option<(String, u64)>) -> Self {
+    pub fn read(view: View, model: Option<Model>) -> Self {
         let nvml = if view.is_recorded() { recorded_gpus(&view) } else { cuda::gpu_states() };
         let measured = Measured::read(&view, &nvml);
+        let ranks = [8, 4, 2, 1].into_iter().find(|ranks| *ranks <= nvml.gpus.len());
+        let model = model.map(|model| ModelFacts {
+            room: ranks.map(|ranks| (ranks, (model.room)(ranks))),
+            folder: model.folder,
+            bytes: model.bytes,
+            resident: model.resident,
+        });
         let mut facts = Self { pci: PciTree::read(&view), nvml, measured, view, model };
         // On this box the load was some time ago; of a recorded one all is of one time.
         if facts.view.is_recorded() {
@@ -53,7 +73,7 @@ impl Facts {
                 "--deep measures this box and --root shows another: leave one of them out",
             ));
         }
-        let folder = self.model.as_ref().map(|(folder, _)| PathBuf::from(folder));
+        let folder = self.model.as_ref().map(|model| PathBuf::from(&model.folder));
         let asked = Asked {
             place: measured::place(&self.view, &self.nvml),
             model: folder.filter(|folder| folder.is_dir()),
@@ -120,7 +140,7 @@ impl Facts {
     /// Bytes of weights that the box is judged by; `None` on a box without GPUs that was asked about
     /// no model.
     pub fn weight_bytes(&self) -> Option<u64> {
-        let named = self.model.as_ref().map(|(_, bytes)| *bytes);
+        let named = self.model.as_ref().map(|model| model.bytes);
         named.or_else(|| (self.gpus() > 0).then_some(FULL_MODEL_BYTES))
     }
 

@@ -58,6 +58,19 @@ pub struct Model {
     pub bytes: u64,
     /// What tells it from others, for the snapshot.
     pub identity: Map<String, Value>,
+    /// Share of it that is in memory; `None` if it is no files.
+    pub resident: Option<f64>,
+    /// What each of that many ranks' GPUs must have free for it, or why it cannot be shared so.
+    pub room: Box<dyn Fn(usize) -> std::result::Result<Room, String>>,
+}
+
+/// What a rank's GPU must have free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// For everything.
+    pub bytes: u64,
+    /// For one sequence of so many tokens.
+    pub context: usize,
 }
 
 /// Looks at this box, or at the one recorded in the folder `root`. With a `watch`, measures it first.
@@ -70,11 +83,8 @@ pub fn diagnose(
     watch: Option<&Watch>,
 ) -> Result<Diagnosis> {
     let view = root.map_or_else(|| Ok(View::of_this_box()), View::recorded)?;
-    let (sizes, identity) = match model {
-        Some(model) => (Some((model.folder, model.bytes)), model.identity),
-        None => (None, Map::new()),
-    };
-    let mut facts = Facts::read(view, sizes);
+    let identity = model.as_ref().map_or(Map::new(), |model| model.identity.clone());
+    let mut facts = Facts::read(view, model);
     let hangs = watch.map_or(Ok(None), |watch| facts.measure(watch))?;
     let recorded = facts.view.is_recorded();
     Ok(Diagnosis {

@@ -113,6 +113,16 @@ impl View {
         Some(std::fs::metadata(self.root.join(path)).ok()?.len())
     }
 
+    /// Bytes that its user may still write to the disk of a folder; a recorded box has them in the file
+    /// `free_bytes`.
+    pub fn free_bytes(&self, folder: &str) -> Option<u64> {
+        if self.recorded {
+            return self.number("free_bytes");
+        }
+        let disk = nix::sys::statvfs::statvfs(folder).ok()?;
+        Some(disk.blocks_available().saturating_mul(disk.fragment_size()))
+    }
+
     /// Where a path leads, links followed; `None` if it leads out of the tree.
     pub fn resolve(&self, path: &str) -> Option<String> {
         let target = self.root.join(path).canonicalize().ok()?;

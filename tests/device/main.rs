@@ -18,6 +18,7 @@ mod errors;
 mod goldens;
 mod layouts;
 mod limits;
+mod meters;
 mod ranks;
 mod rows;
 mod sampling;

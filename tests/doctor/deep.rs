@@ -60,13 +60,13 @@ fn ways_between_gpus_are_judged_and_the_worst_is_named() {
     let recorded = path("fault", "loads report success and move nothing".into());
     recorded.fails(&["peer-copies"]);
     let value = recorded.check("peer-copies")["value"].clone();
-    assert_eq!(value, "GPU 0 to 1: loads report success and move nothing");
+    assert_eq!(value, "GPU 0 to GPU 1: loads report success and move nothing");
     path("delay_us", 14.0.into()).fails(&["peer-copies"]);
     path("delay_us", 4.0.into()).warns(&["peer-copies"]);
     let recorded = path("load", 27e9.into());
     recorded.warns(&["peer-copies"]);
     let value = recorded.check("peer-copies")["value"].as_str().unwrap().to_owned();
-    assert!(value.starts_with("loads 27.0 GB/s (GPU 0 to 1)"), "{value}");
+    assert!(value.starts_with("loads 27.0 GB/s (GPU 0 to GPU 1)"), "{value}");
     measured(|deep| deep["together"]["load"] = 2.6e9.into()).warns(&["peer-copies"]);
 }
 

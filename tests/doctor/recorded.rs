@@ -96,7 +96,9 @@ impl Recorded {
         recorded.put("proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/sda1 iommu=pt pcie_aspm=off");
         recorded.put("sys/module/pcie_aspm/parameters/policy", "default [performance] powersave");
         recorded.put("sys/module/nvidia_uvm/parameters/uvm_disable_hmm", "Y");
-        recorded.put("proc/meminfo", "MemTotal: 1056000000 kB\nMemFree: 900000000 kB\nMemAvailable: 1000000000 kB\nSwapTotal: 0 kB\n");
+        recorded.put("proc/meminfo", "MemTotal: 1056000000 kB\nMemFree: 900000000 kB\nMemAvailable: 1000000000 kB\nSwapTotal: 0 kB\nHugePages_Free: 0\nHugepagesize: 2048 kB\n");
+        recorded.put("free_bytes", "2000000000000");
+        recorded.sleep_state(2, 100);
         recorded.put("proc/cpuinfo", "model name : AMD EPYC 9555\nflags : fpu sse\n");
         recorded.put("proc/version", "Linux version 6.8.0");
         recorded.put("proc/sys/kernel/osrelease", KERNEL);
@@ -148,6 +150,14 @@ impl Recorded {
         );
         recorded.put("deep.json", &deep().to_string());
         Self { nvml, ..recorded }
+    }
+
+    /// Gives the first core a sleep state.
+    pub fn sleep_state(&self, number: usize, microseconds: u64) {
+        let state = format!("sys/devices/system/cpu/cpu0/cpuidle/state{number}");
+        self.put(&format!("{state}/name"), &format!("C{number}"));
+        self.put(&format!("{state}/latency"), &microseconds.to_string());
+        self.put(&format!("{state}/disable"), "0");
     }
 
     pub fn path(&self, path: &str) -> PathBuf {

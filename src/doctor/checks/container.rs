@@ -97,10 +97,16 @@ pub fn cores(facts: &Facts) -> Check {
         }
         _ => allowed.to_string(),
     };
+    // Two of the kernel's cores are one where each runs two threads.
+    let shared =
+        facts.view.text("sys/devices/system/cpu/smt/active").is_some_and(|text| text == "1");
+    let value = if shared { format!("{value}, two to a core") } else { value };
+    let own = if shared { usable / 2.0 } else { usable };
     match facts.gpus() {
         gpus if gpus > 0 && usable < (gpus + 1) as f64 => {
             IS.fail(format!("{value} for {gpus} GPUs"))
         }
+        gpus if gpus > 0 && own < (gpus + 1) as f64 => IS.warn(format!("{value}, for {gpus} GPUs")),
         _ => IS.ok(value),
     }
 }

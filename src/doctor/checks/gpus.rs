@@ -176,6 +176,44 @@ pub fn users(facts: &Facts) -> Check {
     }
 }
 
+pub fn room(facts: &Facts) -> Check {
+    const IS: Subject = Subject {
+        name: "gpu-room",
+        expected: "the model, its caches and graphs fit into what is free on each GPU",
+        cost: "it is refused when it starts",
+        fix: "free the GPUs (see gpu-users), more GPUs, a smaller --context, or --dense-weights fp8",
+        renter: true,
+    };
+    if let Some(why) = nothing(facts) {
+        return IS.unknown(why);
+    }
+    let Some(model) = &facts.model else {
+        return IS.unknown("no checkpoint was named: --model DIR");
+    };
+    let (ranks, room) = match &model.room {
+        None => return IS.unknown("NVML does not tell"),
+        Some((ranks, Err(why))) => return IS.fail(format!("{ranks} ranks: {why}")),
+        Some((ranks, Ok(room))) => (ranks, room),
+    };
+    let free = facts.nvml.gpus.iter().take(*ranks).map(|gpu| {
+        let used = gpu.memory_used_mib.unwrap_or(0);
+        gpu.memory_total_mib.map(|total| total.saturating_sub(used))
+    });
+    let Some(least) = free.collect::<Option<Vec<u64>>>().and_then(|free| free.into_iter().min())
+    else {
+        return IS.unknown("NVML does not tell");
+    };
+    let needed = room.bytes.div_ceil(1 << 20);
+    let value = format!(
+        "{needed} of {least} MiB on each of {ranks} GPUs, for one sequence of {} tokens",
+        room.context
+    );
+    match needed.checked_sub(least) {
+        None | Some(0) => IS.ok(value),
+        Some(short) => IS.fail(format!("{value}: {short} MiB short")),
+    }
+}
+
 pub fn persistence(facts: &Facts) -> Check {
     const IS: Subject = Subject {
         name: "persistence",

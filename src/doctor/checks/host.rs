@@ -1,4 +1,4 @@
-//! The machine around the GPUs: memory, power saving, processor, disk.
+//! The machine around the GPUs: memory, power saving, processor.
 
 use super::{NO_GPU, gib};
 use crate::doctor::check::{Check, Subject, list};
@@ -22,8 +22,7 @@ pub fn power_saving(facts: &Facts) -> Check {
     let Some(text) = facts.view.text("sys/module/pcie_aspm/parameters/policy") else {
         return IS.unknown("the policy cannot be read");
     };
-    let policy = text.split_once('[').and_then(|(_, rest)| Some(rest.split_once(']')?.0));
-    match policy {
+    match chosen(&text) {
         None => IS.unknown("the policy cannot be read"),
         Some(policy) if policy.starts_with("power") => IS.warn(format!("policy {policy}")),
         Some(policy) => IS.ok(format!("policy {policy}")),
@@ -170,50 +169,57 @@ pub fn virtual_machine(facts: &Facts) -> Check {
     }
 }
 
-/// File systems that are read over a network or through another layer, or that keep a cache of their
-/// own beside the kernel's.
-const SLOW: [&str; 11] = [
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "virtiofs",
-    "zfs",
-    "overlay",
-    "ceph",
-    "glusterfs",
-    "lustre",
-];
-
-pub fn disk(facts: &Facts) -> Check {
+pub fn huge_pages(facts: &Facts) -> Check {
     const IS: Subject = Subject {
-        name: "disk",
-        expected: "weights on a local file system (ext4, xfs), mapped without another layer",
-        cost: "loads at a fraction of the disk's speed, or caches everything twice",
-        fix: "put the checkpoint onto a local disk (in a container: a mounted one)",
-        renter: true,
+        name: "huge-pages",
+        expected: "no memory set aside as huge pages, of which talon uses none",
+        cost: "what is set aside holds no weights",
+        fix: "sysctl vm.nr_hugepages=0 (also in /etc/sysctl.d and on the kernel's command line)",
+        renter: false,
     };
-    let Some((folder, _)) = &facts.model else {
-        return IS.unknown("no checkpoint was named: --model DIR");
+    let Some(count) = facts.view.field("proc/meminfo", "HugePages_Free", ':') else {
+        return IS.unknown("/proc/meminfo does not tell");
     };
-    let Some(mounts) = facts.view.text("proc/self/mounts") else {
-        return IS.unknown("/proc/self/mounts cannot be read");
+    let size_kib = facts.view.field("proc/meminfo", "Hugepagesize", ':');
+    let size_kib = size_kib.and_then(|text| text.split_whitespace().next()?.parse::<u64>().ok());
+    let Ok(count) = count.parse::<u64>() else {
+        return IS.unknown("/proc/meminfo does not tell");
     };
-    let Some((place, kind)) = mount_of(&mounts, folder) else {
-        return IS.unknown(format!("{folder} is on no mount that is shown"));
-    };
-    let value = format!("{kind} at {place}");
-    let is_slow = SLOW.contains(&kind) || kind.starts_with("fuse");
-    if is_slow { IS.warn(value) } else { IS.ok(value) }
+    let mib = count.saturating_mul(size_kib.unwrap_or(2048)) >> 10;
+    let transparent = facts.view.text("sys/kernel/mm/transparent_hugepage/enabled");
+    let mode = transparent.as_deref().and_then(chosen).unwrap_or("not told");
+    let value = format!("{} set aside and unused; transparent ones: {mode}", gib(mib));
+    if mib >= 1024 { IS.warn(value) } else { IS.ok(value) }
 }
 
-/// Place and kind of the mount that holds a folder: the longest place that begins its path.
-fn mount_of<'a>(mounts: &'a str, folder: &str) -> Option<(&'a str, &'a str)> {
-    let parts = mounts.lines().filter_map(|line| {
-        let mut words = line.split(' ');
-        Some((words.nth(1)?, words.next()?))
+/// "always [madvise] never" is madvise.
+fn chosen(text: &str) -> Option<&str> {
+    let (_, rest) = text.split_once('[')?;
+    Some(rest.split_once(']')?.0)
+}
+
+/// Microseconds that a core may take to wake up. 400 were seen added to each read of a file
+/// (facts/users.md §4).
+const LONG_WAKE_US: u64 = 300;
+
+pub fn sleep_states(facts: &Facts) -> Check {
+    const IS: Subject = Subject {
+        name: "sleep-states",
+        expected: "no core sleeps so deep that it wakes up later than 300 us",
+        cost: "each read of a file, and each step's first launch, may wait that long",
+        fix: "cpupower idle-set -D 100; or on the kernel's command line: processor.max_cstate=1",
+        renter: false,
+    };
+    let folder = "sys/devices/system/cpu/cpu0/cpuidle";
+    let states = facts.view.names(folder).into_iter().filter_map(|state| {
+        let of = |file: &str| facts.view.text(&format!("{folder}/{state}/{file}"));
+        let is_off = of("disable").is_some_and(|text| text != "0");
+        let latency: u64 = of("latency")?.parse().ok()?;
+        (!is_off).then(|| (latency, of("name").unwrap_or(state.clone())))
     });
-    let holds = |(place, _): &(&str, &str)| std::path::Path::new(folder).starts_with(place);
-    parts.filter(holds).max_by_key(|(place, _)| place.len())
+    let Some((latency, name)) = states.max() else {
+        return IS.unknown("no sleep state is shown here, as in a virtual machine");
+    };
+    let value = format!("{name}, {latency} us to wake up");
+    if latency >= LONG_WAKE_US && facts.has_gpu() { IS.warn(value) } else { IS.ok(value) }
 }

@@ -30,11 +30,13 @@ pub fn link(facts: &Facts) -> Check {
     }
     let mut found: Vec<(Status, String)> = Vec::new();
     let mut known = 0;
-    let mut loaded = 0;
+    let mut loaded: Option<(u32, u32)> = None;
     for gpu in &facts.nvml.gpus {
         let Some(load) = &gpu.load else { continue };
         let (Some(generation), Some(width)) = (load.pcie_gen, load.pcie_width) else { continue };
-        (known, loaded) = (known + 1, loaded + 1);
+        known += 1;
+        let (least, narrowest) = loaded.unwrap_or((generation, width));
+        loaded = Some((least.min(generation), narrowest.min(width)));
         let best = gpu.pcie_gen_max.unwrap_or(GENERATION).min(GENERATION);
         if generation < best || width < WIDTH {
             let name = facts.gpu_name(gpu.pci.as_deref().unwrap_or("?"));
@@ -86,11 +88,13 @@ pub fn link(facts: &Facts) -> Check {
         .filter(|(status, _)| Some(*status) == worst)
         .map(|(_, text)| text.clone())
         .collect();
-    match worst {
-        Some(status) => IS.found(status, list(&texts)),
-        None if known == 0 => IS.unknown("no link's state can be read"),
-        None if loaded > 0 => IS.ok("Gen5 x16 under load"),
-        None => IS.ok("x16, and able to run at Gen5 (the speed of an idle link says nothing)"),
+    match (worst, loaded) {
+        (Some(status), _) => IS.found(status, list(&texts)),
+        (None, Some((generation, width))) => IS.ok(format!("Gen{generation} x{width} under load")),
+        (None, None) if known == 0 => IS.unknown("no link's state can be read"),
+        (None, None) => {
+            IS.ok("x16, and able to run at Gen5 (the speed of an idle link says nothing)")
+        }
     }
 }
 

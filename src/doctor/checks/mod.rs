@@ -10,6 +10,7 @@ mod host;
 mod links;
 mod paths;
 mod speed;
+mod storage;
 
 use super::check::Check;
 use super::facts::Facts;
@@ -17,7 +18,7 @@ use super::facts::Facts;
 type CheckFn = fn(&Facts) -> Check;
 
 /// All of them, in the order of the report.
-const CHECKS: [CheckFn; 40] = [
+const CHECKS: [CheckFn; 45] = [
     driver::driver,
     driver::driver_match,
     driver::registry,
@@ -31,6 +32,7 @@ const CHECKS: [CheckFn; 40] = [
     gpus::partition,
     gpus::peer_access,
     gpus::users,
+    gpus::room,
     gpus::persistence,
     health::power,
     health::throttle,
@@ -47,9 +49,13 @@ const CHECKS: [CheckFn; 40] = [
     host::uvm,
     host::memory,
     host::memory_policy,
+    host::huge_pages,
     host::governor,
+    host::sleep_states,
     host::virtual_machine,
-    host::disk,
+    storage::disk,
+    storage::free_space,
+    storage::page_cache,
     speed::disk_rate,
     container::memory_limit,
     container::cores,

@@ -78,17 +78,15 @@ pub fn read_rate(facts: &Facts) -> Check {
         let state = states.iter().find(|state| state.pci.as_deref() == Some(&gpu.pci))?;
         known_card(state.name.as_deref()?)
     };
-    let those = |is_slow: &dyn Fn(&GpuSpeed, f64) -> bool| -> Vec<usize> {
-        let all = deep.gpus.iter().enumerate();
-        all.filter(|(_, gpu)| gpu.read.is_some_and(|rate| is_slow(gpu, rate)))
-            .map(|(index, _)| index)
-            .collect()
+    let those = |is_slow: &dyn Fn(&GpuSpeed, f64) -> bool| -> Vec<String> {
+        let slow = deep.gpus.iter().filter(|gpu| gpu.read.is_some_and(|rate| is_slow(gpu, rate)));
+        slow.map(|gpu| facts.gpu_name(&gpu.pci)).collect()
     };
     let slow = those(&|gpu, rate| known(gpu).is_some_and(|known| rate < SLOW_CARD * known));
     let behind = those(&|_, rate| rate < (1.0 - SPREAD) * most);
     match (slow.is_empty(), behind.is_empty()) {
-        (false, _) => IS.fail(format!("{value}; too slow for the card: GPU {}", list(&slow))),
-        (true, false) => IS.warn(format!("{value}; behind the others: GPU {}", list(&behind))),
+        (false, _) => IS.fail(format!("{value}; too slow for the card: {}", list(&slow))),
+        (true, false) => IS.warn(format!("{value}; behind the others: {}", list(&behind))),
         (true, true) => IS.ok(value),
     }
 }
@@ -107,7 +105,7 @@ pub fn host_copies(facts: &Facts) -> Check {
     };
     let mut rates = Vec::new();
     let mut slow = Vec::new();
-    for (index, gpu) in deep.gpus.iter().enumerate() {
+    for gpu in &deep.gpus {
         let state = facts.nvml.gpus.iter().find(|state| state.pci.as_deref() == Some(&gpu.pci));
         let raw = state.and_then(|state| {
             let generation = usize::try_from(state.pcie_gen_max?).ok()?;
@@ -118,7 +116,8 @@ pub fn host_copies(facts: &Facts) -> Check {
             let Some(rate) = rate else { continue };
             rates.push(rate);
             if raw.is_some_and(|raw| rate < SLOW_COPY * raw) {
-                slow.push(format!("{way} GPU {index}: {:.1} GB/s", rate / 1e9));
+                let name = facts.gpu_name(&gpu.pci);
+                slow.push(format!("{way} {name}: {:.1} GB/s", rate / 1e9));
             }
         }
     }
@@ -145,7 +144,13 @@ pub fn peer_copies(facts: &Facts) -> Check {
         Ok(deep) => deep,
         Err(why) => return IS.unknown(why),
     };
-    let pair = |path: &Path| format!("GPU {} to {}", path.from, path.to);
+    // CUDA may count them in another order than the bus does, as which all checks name them.
+    let name = |index: usize| {
+        let gpu = deep.gpus.get(index);
+        gpu.map_or_else(|| format!("CUDA's GPU {index}"), |gpu| facts.gpu_name(&gpu.pci))
+    };
+    let way = |from: usize, to: usize| format!("{} to {}", name(from), name(to));
+    let pair = |path: &Path| way(path.from, path.to);
     let faults: Vec<String> = deep
         .paths
         .iter()
@@ -179,8 +184,8 @@ pub fn peer_copies(facts: &Facts) -> Check {
         }
     }
     if let Some(together) = &deep.together {
-        let (from, to) = (together.from, together.to);
-        value += &format!(", all at once {:.1} GB/s (GPU {from} to {to})", together.load / 1e9);
+        let way = way(together.from, together.to);
+        value += &format!(", all at once {:.1} GB/s ({way})", together.load / 1e9);
     }
     let collapses = deep.together.as_ref().is_some_and(|all| all.load < COLLAPSE * load);
     let status = match delay {
@@ -199,7 +204,7 @@ pub fn disk_rate(facts: &Facts) -> Check {
         fix: "put the checkpoint onto local NVMe; --deep shows which number of readers helps",
         renter: true,
     };
-    let Some((_, bytes)) = &facts.model else {
+    let Some(model) = &facts.model else {
         return IS.unknown("no checkpoint was named: --model DIR");
     };
     if let Some(why) = unmeasured(facts, "disk") {
@@ -208,8 +213,7 @@ pub fn disk_rate(facts: &Facts) -> Check {
     let Some(disk) = facts.measured.deep.as_ref().and_then(|deep| deep.disk.as_ref()) else {
         return IS.unknown("no rate was kept");
     };
-    let of_this = facts.model.as_ref().is_some_and(|(folder, _)| *folder == disk.folder);
-    if !of_this {
+    if model.folder != disk.folder {
         return IS.unknown(format!("not measured: {} was, the last time", disk.folder));
     }
     let Some((_, best)) = disk.rates.iter().max_by(|a, b| a.1.total_cmp(&b.1)) else {
@@ -220,7 +224,7 @@ pub fn disk_rate(facts: &Facts) -> Check {
         .iter()
         .map(|(readers, rate)| format!("{:.2} GB/s with {readers}", rate / 1e9))
         .collect();
-    let minutes = *bytes as f64 / best.max(1.0) / 60.0;
+    let minutes = model.bytes as f64 / best.max(1.0) / 60.0;
     let value = format!("{} readers; a cold load takes {minutes:.1} min", list(&rates));
     if minutes > LONG_LOAD_MINUTES { IS.warn(value) } else { IS.ok(value) }
 }

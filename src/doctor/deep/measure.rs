@@ -21,6 +21,8 @@ use crate::error::Result;
 const OPEN: Duration = Duration::from_secs(60);
 const USUAL: Duration = Duration::from_secs(20);
 const EXCHANGES: Duration = Duration::from_secs(45);
+/// How long pairs of GPUs may take together: where all are that slow, the first tell.
+const ALL_PATHS: Duration = Duration::from_secs(30);
 /// How long GPUs work before they are looked at, so that clocks and links have come up, and for how long
 /// then.
 const RAMP: Duration = Duration::from_millis(1200);
@@ -249,6 +251,7 @@ fn paths(
     count: usize,
     deep: &mut Deep,
 ) -> Result<std::result::Result<(), String>> {
+    let begin = Instant::now();
     for (from, to) in (0..count * count).map(|pair| (pair / count, pair % count)) {
         if from == to {
             continue;
@@ -260,7 +263,7 @@ fn paths(
             measure_path(&meters[from], &meters[to])
         })?;
         deep.paths.push(path(from, to, speed));
-        if runner.hangs().is_some() {
+        if runner.hangs().is_some() || begin.elapsed() > ALL_PATHS {
             return Ok(Ok(()));
         }
     }

@@ -53,6 +53,12 @@ impl<'a> Runner<'a> {
         (self.watch.tell)(what);
         let leave = |place: &String| Breadcrumb::leave(Breadcrumb::DOCTOR, place, what);
         let crumb = self.place.as_ref().and_then(leave);
+        if crumb.is_none() && self.place.take().is_some() {
+            log::warn!(
+                "~/.cache/talon cannot be written, so after a hang the next doctor will not know what was \
+                 measured; set XDG_CACHE_HOME to a folder that can"
+            );
+        }
         let (sender, receiver) = mpsc::channel();
         let started = std::thread::Builder::new().name("measure".into()).spawn(move || {
             // Nobody listens any more if it took too long.
