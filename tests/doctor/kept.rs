@@ -38,7 +38,7 @@ fn exchanges_of_another_box_are_not_this_ones() {
 }
 
 /// A summary of a bench with the fingerprint of the healthy box.
-fn bench() -> Value {
+pub fn bench() -> Value {
     json!({
         "schema": 1, "date": "2026-12-07", "gpus": ["GPU-0", "GPU-7"],
         "box": {
@@ -81,7 +81,8 @@ fn the_last_bench_has_its_date_and_is_of_this_box() {
     }
 }
 
-fn trial(place: &str, what: &str, began: u64) -> String {
+/// What a process that is gone has left.
+pub fn trial(place: &str, what: &str, began: u64) -> String {
     json!({ "schema": 1, "box": place, "what": what, "pid": 4711, "began": began }).to_string()
 }
 

@@ -219,6 +219,9 @@ proptest! {
     ) {
         let recorded = Recorded::healthy();
         recorded.put("nvml.json", &recorded.nvml.to_string());
+        recorded.put("last-bench.json", &kept::bench().to_string());
+        recorded.put("doctor.trying", &kept::trial(&link_box(), "copies", 77));
+        recorded.put("proc/4711/stat", "4711 (talon) S 1");
         let recorded = Recorded { nvml: Value::Null, ..recorded };
         let mut all = Vec::new();
         files(recorded.folder.path(), &mut all);

@@ -25,7 +25,7 @@ pub fn exchange(facts: &Facts) -> Check {
     let Some(links) = &facts.measured.links else {
         return IS.unknown(match &facts.measured.links_elsewhere {
             Some(why) => format!("not measured since this box has changed ({why})"),
-            None => "not measured yet: the first talon bench on several GPUs does it".into(),
+            None => "not measured yet: talon doctor --deep does it, and a first talon bench".into(),
         });
     };
     if let Some(fault) = links.faults.first() {

@@ -103,7 +103,7 @@ pub fn clocks(facts: &Facts) -> Check {
     }
     let loads: Vec<&Sample> = facts.nvml.gpus.iter().filter_map(|gpu| gpu.load.as_ref()).collect();
     if loads.is_empty() {
-        return IS.unknown("clocks count under load, and none was looked at");
+        return IS.unknown("clocks count under load, which only talon doctor --deep looks at");
     }
     let offsets = those(facts, |gpu| {
         [gpu.sm_offset_mhz, gpu.memory_offset_mhz].iter().flatten().any(|offset| *offset != 0)
