@@ -8,31 +8,44 @@
 use serde_json::{Value, json};
 
 /// The cards of the box.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Cards {
     /// Bytes a second of plain reads of one card.
     pub bandwidth: f64,
-    /// Microseconds of one exchange of all ranks; `None` for the published ones.
-    pub reduce_us: Option<f64>,
+    /// Where that is from.
+    pub bandwidth_from: &'static str,
+    /// Microseconds of one exchange of all ranks, by rising numbers of rows; at least one.
+    pub exchanges: Vec<(f64, f64)>,
+    /// Where they are from.
+    pub exchanges_from: &'static str,
 }
 
 impl Default for Cards {
     /// RTX PRO 6000 Blackwell, as read in practice (facts/performance.md §2.6).
     fn default() -> Self {
-        Self { bandwidth: 1.64e12, reduce_us: None }
+        Self {
+            bandwidth: 1.64e12,
+            bandwidth_from: "published",
+            exchanges: PUBLISHED.to_vec(),
+            exchanges_from: "published",
+        }
+    }
+}
+
+impl Cards {
+    /// Microseconds of an exchange of any number of rows, on straight lines through those that are known.
+    fn exchange_us(&self, rows: f64) -> f64 {
+        let beyond = self.exchanges.windows(2).find(|pair| rows <= pair[1].0);
+        match (beyond.or(self.exchanges.windows(2).last()), self.exchanges.first()) {
+            (Some(&[(r0, t0), (r1, t1)]), _) => t0 + (rows - r0) / (r1 - r0) * (t1 - t0),
+            (_, first) => first.map_or(0.0, |(_, us)| *us),
+        }
     }
 }
 
 /// Microseconds of an all-reduce of so many BF16 rows of GLM-5 over PCIe, 8 ranks (FlashInfer's
 /// exchange over peer memory, facts/performance.md §2.5).
 const PUBLISHED: [(f64, f64); 5] = [(1.0, 8.3), (2.0, 9.7), (4.0, 14.4), (8.0, 25.6), (16.0, 48.0)];
-
-/// The published time for any number of rows, on straight lines between those that are known.
-fn published_us(rows: f64) -> f64 {
-    let beyond = PUBLISHED.windows(2).find(|pair| rows <= pair[1].0);
-    let [(r0, t0), (r1, t1)] = beyond.map_or([PUBLISHED[3], PUBLISHED[4]], |p| [p[0], p[1]]);
-    t0 + (rows - r0) / (r1 - r0) * (t1 - t0)
-}
 
 /// A rank's work, as the device reports it.
 #[derive(Debug, Clone, Copy)]
@@ -61,8 +74,7 @@ impl Work {
         let bytes = self.bytes(rows);
         let reading = |bandwidth: f64| bytes / bandwidth * 1e3;
         let rest = (measured_ms - reading(self.roof)).max(0.0);
-        let reduce_us = cards.reduce_us.unwrap_or_else(|| published_us(rows));
-        let exchanges = self.exchanges * reduce_us / 1e3;
+        let exchanges = self.exchanges * cards.exchange_us(rows) / 1e3;
         let low = rest + reading(cards.bandwidth) + exchanges;
         (low, measured_ms * self.roof / cards.bandwidth + exchanges)
     }
@@ -79,10 +91,9 @@ pub fn projection(
     let step = |step: &Value| {
         let (rows, measured) = (step["rows"].as_f64()?, step["p50"].as_f64()?);
         let (low, high) = work.project(rows, measured, cards);
-        let reduce_us = cards.reduce_us.unwrap_or_else(|| published_us(rows));
         Some(json!({
             "rows": rows as u64, "measured_ms": measured, "bytes": work.bytes(rows),
-            "reduce_us": reduce_us, "low_ms": low, "high_ms": high,
+            "reduce_us": cards.exchange_us(rows), "low_ms": low, "high_ms": high,
         }))
     };
     let steps: Vec<Value> = steps.iter().filter_map(step).collect();
@@ -100,8 +111,9 @@ pub fn projection(
         "is": "a projection, not a measurement",
         "cards": ranks,
         "card_bandwidth": cards.bandwidth,
+        "card_bandwidth_from": cards.bandwidth_from,
         "measured_roof": work.roof,
-        "reduce_us_from": if cards.reduce_us.is_some() { "--reduce-us" } else { "published" },
+        "reduce_us_from": cards.exchanges_from,
         "exchanges": work.exchanges as u64,
         "formula": {
             "low_ms": "measured - bytes / measured_roof + bytes / card_bandwidth + exchanges x reduce_us",
@@ -120,11 +132,12 @@ pub fn projection_lines(projection: &Value) -> String {
     }
     let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
     let mut text = format!(
-        "\nPROJECTED, not measured: {} cards that read at {:.2} TB/s (here {:.2}), {} exchanges a step, \
-         {} times\n\
+        "\nPROJECTED, not measured: {} cards that read at {:.2} TB/s ({}; here {:.2}), {} exchanges a step \
+         (times {})\n\
          rows  measured ms      GB   exchange us   projected ms\n",
         projection["cards"],
         number(&projection["card_bandwidth"]) / 1e12,
+        projection["card_bandwidth_from"].as_str().unwrap_or("?"),
         number(&projection["measured_roof"]) / 1e12,
         projection["exchanges"],
         projection["reduce_us_from"].as_str().unwrap_or("?"),
@@ -169,16 +182,19 @@ mod tests {
 
     #[test]
     fn published_times_are_met_and_joined_by_lines() {
+        let cards = Cards::default();
         for (rows, us) in PUBLISHED {
-            assert!((published_us(rows) - us).abs() < 1e-9);
+            assert!((cards.exchange_us(rows) - us).abs() < 1e-9);
         }
-        assert!((published_us(3.0) - 12.05).abs() < 1e-9);
-        assert!(published_us(20.0) > 48.0);
+        assert!((cards.exchange_us(3.0) - 12.05).abs() < 1e-9);
+        assert!(cards.exchange_us(20.0) > 48.0);
+        let one = Cards { exchanges: vec![(1.0, 7.0)], ..Cards::default() };
+        assert_eq!(one.exchange_us(4.0), 7.0);
     }
 
     #[test]
     fn a_step_keeps_its_rest_or_grows_with_the_reading() {
-        let cards = Cards { bandwidth: 2.0e12, reduce_us: Some(10.0) };
+        let cards = Cards { bandwidth: 2.0e12, exchanges: vec![(1.0, 10.0)], ..Cards::default() };
         // 2 ms of reading here, 4 there; 3 ms of rest; 1.57 ms of exchanges.
         let (low, high) = WORK.project(1.0, 5.0, &cards);
         assert!((low - 8.57).abs() < 1e-9 && (high - 11.57).abs() < 1e-9, "{low} {high}");

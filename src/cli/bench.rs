@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use argh::FromArgs;
 use serde_json::Value;
 
-use super::model_options::{DraftOptions, GpuOptions, ModelOptions};
+use super::model_options::{DraftOptions, GpuOptions, ModelOptions, parse_rank_slice};
 use super::progress::Progress;
 use super::terminal::{check_writable, print, write_json, write_text};
 use crate::bench::{self, Cards, Plan, Prompt, RunContext, Settings};
@@ -126,12 +126,12 @@ pub struct BenchCommand {
     rank_slice: Option<String>,
 
     /// with --rank-slice: TB/s that a card of the box reads to which its steps are projected (default:
-    /// 1.64, RTX PRO 6000)
+    /// as doctor --deep has measured this box, if it has N GPUs; else 1.64, RTX PRO 6000)
     #[argh(option, arg_name = "tb/s")]
     card_bandwidth: Option<f64>,
 
-    /// with --rank-slice: microseconds of one exchange between the cards (default: published times of
-    /// 8 cards by rows)
+    /// with --rank-slice: microseconds of one exchange between the cards (default: as measured on this
+    /// box, if it has N GPUs; else published times of 8 cards by rows)
     #[argh(option, arg_name = "us")]
     reduce_us: Option<f64>,
 
@@ -325,9 +325,23 @@ impl BenchCommand {
                 return Err(Error::input(format!("{option} {value}: expected a positive number")));
             }
         }
-        let default = Cards::default();
-        let bandwidth = self.card_bandwidth.map_or(default.bandwidth, |tb| tb * 1e12);
-        Ok(Cards { bandwidth, reduce_us: self.reduce_us })
+        let mut cards = Cards::default();
+        let slice = self.rank_slice.as_deref().map(parse_rank_slice).transpose()?;
+        if let Some(own) = slice.and_then(|slice| doctor::own_cards(slice.of)) {
+            if let Some(bandwidth) = own.bandwidth {
+                (cards.bandwidth, cards.bandwidth_from) = (bandwidth, "measured on this box");
+            }
+            if !own.exchanges.is_empty() {
+                (cards.exchanges, cards.exchanges_from) = (own.exchanges, "measured on this box");
+            }
+        }
+        if let Some(bandwidth) = self.card_bandwidth {
+            (cards.bandwidth, cards.bandwidth_from) = (bandwidth * 1e12, "--card-bandwidth");
+        }
+        if let Some(us) = self.reduce_us {
+            (cards.exchanges, cards.exchanges_from) = (vec![(1.0, us)], "--reduce-us");
+        }
+        Ok(cards)
     }
 
     /// A bad path should fail now, not after the measurement.

@@ -31,6 +31,8 @@ pub struct Measured {
 /// The exchanges between GPUs, as they were qualified.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Exchanges {
+    /// GPUs between which they were.
+    pub gpus: usize,
     /// The variant for each number of rows.
     pub choice: Vec<(u64, String)>,
     /// What was wrong.
@@ -61,9 +63,11 @@ impl Measured {
         let json = |name: &str| serde_json::from_str::<Value>(&kept(view, name)?).ok();
         let mut found = Self::default();
         if let Some(stored) = json("links.json") {
-            match here.is_not(stored["box"].as_str().unwrap_or_default()) {
+            let place = stored["box"].as_str().unwrap_or_default();
+            let gpus = LinkBox::parse(place).map_or(0, |of| of.gpus.len());
+            match here.is_not(place) {
                 Some(why) => found.links_elsewhere = Some(why),
-                None => found.links = Exchanges::of(&stored),
+                None => found.links = Exchanges::of(gpus, &stored),
             }
         }
         if let Some(bench) = json(LAST_BENCH) {
@@ -89,6 +93,21 @@ impl Measured {
         });
         found.unfinished = left;
         found
+    }
+
+    /// The cards, as they are projected to.
+    fn cards(&self, cards: usize) -> OwnCards {
+        let links = self.links.iter().filter(|links| links.gpus == cards);
+        let exchanges = links.flat_map(|links| {
+            let mut rows: Vec<u64> = links.times.iter().map(|(rows, _, _)| *rows).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            rows.into_iter().filter_map(|rows| Some((rows as f64, links.microseconds(rows)?)))
+        });
+        OwnCards {
+            bandwidth: self.deep.as_ref().and_then(|deep| deep.read_rate()),
+            exchanges: exchanges.collect(),
+        }
     }
 
     /// Takes what was measured as what is known.
@@ -158,14 +177,15 @@ impl Here<'_> {
 }
 
 impl Exchanges {
-    /// From what a qualification stores.
-    fn of(stored: &Value) -> Option<Self> {
+    /// From what a qualification of so many GPUs stores.
+    fn of(gpus: usize, stored: &Value) -> Option<Self> {
         let step = |step: &Value| Some((step[0].as_u64()?, step[1].as_str()?.to_owned()));
         let time = |time: &Value| {
             let variant = time["variant"].as_str()?.to_owned();
             Some((time["rows"].as_u64()?, variant, number(&time["median_us"])?))
         };
         let found = Self {
+            gpus,
             choice: stored["choice"].as_array()?.iter().filter_map(step).collect(),
             faults: stored["faults"]
                 .as_array()?
@@ -191,6 +211,22 @@ impl Exchanges {
     }
 }
 
+/// What is known of this box's cards by measurement, for a projection to as many.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct OwnCards {
+    /// Bytes a second of plain reads of the slowest.
+    pub bandwidth: Option<f64>,
+    /// Microseconds of an exchange of all of them, by rising numbers of rows.
+    pub exchanges: Vec<(f64, f64)>,
+}
+
+/// What was measured of this box, if it has `cards` GPUs, and more than one.
+pub fn own_cards(cards: usize) -> Option<OwnCards> {
+    let nvml = cuda::gpu_states();
+    let is_such_a_box = cards > 1 && nvml.gpus.len() == cards;
+    is_such_a_box.then(|| Measured::read(&View::of_this_box(), &nvml).cards(cards))
+}
+
 /// The name under which the last bench's result is kept.
 const LAST_BENCH: &str = "last-bench.json";
 
@@ -213,4 +249,28 @@ pub fn keep_bench(report: &Value) {
         "step_ms": summary["baseline"]["step_ms"]["p50"],
     });
     comm::write_cached(LAST_BENCH, &kept.to_string());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cards_are_as_measured_and_exchanges_of_fewer_do_not_count() {
+        let times = [(1, "push", 9.0), (1, "owner", 8.0), (4, "push", 12.0), (4, "owner", 14.0)];
+        let links = Exchanges {
+            gpus: 8,
+            choice: vec![(2, "owner".into()), (16, "push".into())],
+            faults: Vec::new(),
+            times: times.map(|(rows, variant, us)| (rows, variant.to_owned(), us)).to_vec(),
+        };
+        let deep =
+            serde_json::from_value(json!({ "gpus": [{ "read": 1.7e12 }, { "read": 1.6e12 }] }));
+        let measured = Measured { links: Some(links), deep: deep.ok(), ..Measured::default() };
+        let cards = measured.cards(8);
+        assert_eq!(cards.exchanges, [(1.0, 8.0), (4.0, 12.0)]);
+        assert_eq!(cards.bandwidth, Some(1.6e12));
+        assert!(measured.cards(4).exchanges.is_empty());
+        assert_eq!(Measured::default().cards(8), OwnCards::default());
+    }
 }

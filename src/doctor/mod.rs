@@ -22,7 +22,7 @@ use serde_json::{Map, Value, json};
 pub use check::{Check, Status};
 pub use deep::Watch;
 pub use fingerprint::fingerprint;
-pub use measured::keep_bench;
+pub use measured::{OwnCards, keep_bench, own_cards};
 pub use report::table;
 pub use snapshot::changes;
 

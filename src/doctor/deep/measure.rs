@@ -33,7 +33,7 @@ const COUNT: usize = 200;
 /// How long a rank waits for another.
 const TIMEOUT: Duration = Duration::from_secs(3);
 /// GPUs that can exchange.
-const MOST_RANKS: usize = 8;
+pub(super) const MOST_RANKS: usize = 8;
 
 /// What is to be measured.
 pub struct Asked {

@@ -14,6 +14,7 @@ pub use runner::Watch;
 
 use super::measured::Exchanges;
 use crate::cuda::Sample;
+use measure::MOST_RANKS;
 
 /// The name under which it is kept.
 pub const DEEP: &str = "deep.json";
@@ -136,7 +137,12 @@ impl Deep {
         }
         choice.sort();
         let faults = self.exchange_faults.clone();
-        (!choice.is_empty()).then_some(Exchanges { choice, faults, times })
+        (!choice.is_empty()).then_some(Exchanges {
+            gpus: self.gpus.len().min(MOST_RANKS),
+            choice,
+            faults,
+            times,
+        })
     }
 }
 
