@@ -19,8 +19,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) score_keys(
     const Row row = rows[blockIdx.y];
     const int visible = row.visible();
     const int begin = blockIdx.x * POSITIONS;
-    if (visible <= top_k || begin >= visible) return;
+    // Also where there is nothing to do: who waits for this kernel waits for those before it too.
     wait_for_producer();
+    if (visible <= top_k || begin >= visible) return;
     const int lane = threadIdx.x % WARP, g = lane / 4, q = lane % 4;
     const half* query = index_queries + static_cast<size_t>(blockIdx.y) * heads * dim;
     const float* weight = index_weights + blockIdx.y * heads;

@@ -67,7 +67,11 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     release_consumer();
     const Row row = rows[blockIdx.y];
     const int visible = row.visible();
-    if (visible <= top_k) return;
+    if (visible <= top_k) {
+        // Who waits for this kernel waits for those before it too.
+        wait_for_producer();
+        return;
+    }
     __shared__ Counts counts;
     __shared__ int scratch[WARP];
     __shared__ uint32_t found;
