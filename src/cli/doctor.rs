@@ -15,7 +15,7 @@ use crate::cuda::leave;
 use crate::doctor::{Diagnosis, Model, Room, Watch, changes, diagnose, table};
 use crate::engine::room;
 use crate::error::{Error, Result};
-use crate::weights::{Checkpoint, INDEX, Source, sha256};
+use crate::weights::{Checkpoint, INDEX, PACK, Source, sha256};
 
 /// Check what makes a box slow or unsafe: driver, PCIe links, peer-to-peer, power, memory, limits.
 #[derive(FromArgs)]
@@ -166,7 +166,7 @@ fn open_model(name: &str) -> Result<Model> {
         )));
     }
     let mut identity = Map::new();
-    for file in ["config.json", INDEX] {
+    for file in ["config.json", INDEX, PACK] {
         if let Some(bytes) = source.open(file)? {
             identity.insert(format!("{file}.sha256"), sha256(&bytes).into());
         }

@@ -1,6 +1,7 @@
 //! `talon verify`: audits a checkpoint without loading it.
 
 use std::fmt::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
 use argh::FromArgs;
@@ -12,8 +13,8 @@ use super::terminal::{check_writable, print, thousands, write_json};
 use crate::engine::{ModelConfig, Opened, TextModel, eagle3_fault};
 use crate::error::{Error, Result};
 use crate::weights::{
-    Checkpoint, HashList, INDEX, Problem, Severity, Source, check_scales, compare_hashes,
-    hash_files,
+    Checkpoint, HashList, INDEX, PACK, Packing, Problem, Severity, Source, check_scales,
+    compare_hashes, hash_files,
 };
 
 /// Audit a checkpoint by its headers: index, shards, dtype and shape of every tensor, MTP layer.
@@ -23,6 +24,7 @@ use crate::weights::{
     name = "verify",
     example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --scales",
     example = "{command_name} --model ./GLM-5.2-NVFP4 --check-hashes glm-5.2.json",
+    example = "{command_name} --model ./GLM-5.2-NVFP4 --tp 8 --pack ./GLM-5.2-for-8",
     note = "Exit code 2 if a load would be wrong or impossible; warnings leave it 0."
 )]
 pub struct VerifyCommand {
@@ -30,9 +32,15 @@ pub struct VerifyCommand {
     #[argh(option, default = "\"demo\".into()", arg_name = "dir")]
     model: String,
 
-    /// ranks to split the weights over, for the bytes of each: 1, 2, 4 or 8 (default: 8)
-    #[argh(option, default = "8", arg_name = "n")]
-    tp: usize,
+    /// ranks to split the weights over, for the bytes of each: 1, 2, 4 or 8 (default: 8, or the
+    /// ranks of a pack)
+    #[argh(option, arg_name = "n")]
+    tp: Option<usize>,
+
+    /// cut the weights for --tp ranks and write them as a new folder, a checkpoint of its own that
+    /// starts fastest
+    #[argh(option, arg_name = "dir")]
+    pack: Option<String>,
 
     /// go by the shards' own headers instead of model.safetensors.index.json
     #[argh(switch)]
@@ -55,12 +63,14 @@ pub struct VerifyCommand {
     json: Option<String>,
 }
 
+/// Ranks where nothing says how many: a box of eight GPUs.
+const DEFAULT_RANKS: usize = 8;
 /// Problems of one kind that the text report shows; the JSON has them all.
 const SHOWN_PER_KIND: usize = 5;
 
 impl VerifyCommand {
     pub fn run(self) -> Result<ExitCode> {
-        check_tp(self.tp)?;
+        self.tp.map_or(Ok(()), check_tp)?;
         if self.write_hashes.as_deref() == Some("-") {
             return Err(Error::input(
                 "--write-hashes -: expected a file; stdout is where the report goes",
@@ -70,13 +80,18 @@ impl VerifyCommand {
         let mut problems = Vec::new();
         let mut report = match Opened::new(source.clone(), self.ignore_index) {
             Ok(opened) => {
-                let report = self.audit(&opened, &mut problems)?;
+                let mut report = self.audit(&opened, &mut problems)?;
+                if let Some(target) = &self.pack {
+                    report["packed"] = self.write_pack(&opened, target)?;
+                }
                 // The process ends soon; freeing hundreds of thousands of names would only delay it.
                 std::mem::forget(opened);
                 report
             }
             // Hashes tell which file is damaged, and a program that asked for JSON gets JSON.
-            Err(error) if self.check_hashes.is_some() || self.json.is_some() => {
+            Err(error)
+                if self.pack.is_none() && (self.check_hashes.is_some() || self.json.is_some()) =>
+            {
                 problems.push(unusable(&source, &error));
                 json!({ "model": self.model })
             }
@@ -102,14 +117,15 @@ impl VerifyCommand {
         let source = &checkpoint.source;
         problems.extend(audit.problems.iter().cloned());
         problems.extend(side_problems(source, config)?);
-        if let Err(error) = audit.check_ranks(manifest, &config.geometry(), self.tp) {
+        let tp = self.ranks(checkpoint);
+        if let Err(error) = audit.check_ranks(manifest, &config.geometry(), tp) {
             // Only the split is impossible; the checkpoint may be sound.
             problems.push(Problem {
                 kind: "tp",
                 severity: Severity::Warning,
                 file: source.display("config.json"),
                 tensor: None,
-                expected: format!("sizes that {} ranks can share", self.tp),
+                expected: format!("sizes that {tp} ranks can share"),
                 found: error.to_string(),
                 fix: "choose another --tp".into(),
             });
@@ -136,9 +152,29 @@ impl VerifyCommand {
             })),
             "mtp": audit.mtp.word(),
             "eagle3": head,
-            "tp": self.tp,
-            "bytes_per_rank": audit.bytes_per_rank(manifest, self.tp),
+            "tp": tp,
+            "bytes_per_rank": audit.bytes_per_rank(manifest, tp),
+            "pack_ranks": checkpoint.pack.as_ref().map(|pack| pack.tp),
         }))
+    }
+
+    /// Ranks that are asked for, or of the pack that is looked at.
+    fn ranks(&self, checkpoint: &Checkpoint) -> usize {
+        self.tp.or(checkpoint.pack.as_ref().map(|pack| pack.tp)).unwrap_or(DEFAULT_RANKS)
+    }
+
+    /// `--pack`.
+    fn write_pack(&self, opened: &Opened, target: &str) -> Result<Value> {
+        let Opened { config, checkpoint, manifest, audit, .. } = opened;
+        let (geometry, tp) = (&config.geometry(), self.ranks(checkpoint));
+        let packing = Packing { checkpoint, manifest, audit, geometry, tp };
+        let progress = Progress::bytes("packing");
+        let packed = packing.write(Path::new(target), &|bytes, total| {
+            progress.of(total);
+            progress.add(bytes);
+        })?;
+        progress.finish();
+        Ok(json!({ "folder": target, "files": packed.files, "bytes": packed.bytes }))
     }
 
     /// `--write-hashes` and `--check-hashes`.
@@ -190,7 +226,7 @@ fn read_hashes(file: &str) -> Result<HashList> {
 /// A file that the loader refuses; the message names it.
 fn unusable(source: &Source, error: &Error) -> Problem {
     let message = error.to_string();
-    let names = ["config.json", "hf_quant_config.json", INDEX, "tokenizer.json"]
+    let names = ["config.json", "hf_quant_config.json", INDEX, PACK, "tokenizer.json"]
         .into_iter()
         .chain(["generation_config.json", "chat_template.jinja", "tokenizer_config.json", ""]);
     let mut files = names.map(|name| source.display(name));
@@ -291,10 +327,18 @@ fn text_report(report: &Value, problems: &[Problem]) -> String {
         line("bytes", number("bytes"));
         line("per rank", format!("{} at --tp {}", number("bytes_per_rank"), report["tp"]));
         line("layout", word("layout"));
+        if let Some(ranks) = report["pack_ranks"].as_u64() {
+            line("pack", format!("cut for {ranks} ranks"));
+        }
         line("MTP layer", word("mtp"));
         if let Some(head) = report["eagle3"].as_object() {
             let bytes = thousands(head["bytes"].as_u64().unwrap_or(0));
             line("EAGLE-3 head", format!("{} tensors, {bytes} bytes", head["tensors"]));
+        }
+        if let Some(packed) = report["packed"].as_object() {
+            let bytes = thousands(packed["bytes"].as_u64().unwrap_or(0));
+            let folder = packed["folder"].as_str().unwrap_or("-");
+            line("packed", format!("{folder}: {} files, {bytes} bytes", packed["files"]));
         }
     }
     let mut shown: Vec<(&str, usize)> = Vec::new();

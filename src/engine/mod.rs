@@ -208,6 +208,9 @@ impl Engine {
             );
             warn!("{}", one_line(line));
         }
+        // A pack says for how many ranks it is.
+        let tp = options.tp.or(checkpoint.pack.as_ref().map(|pack| pack.tp));
+        let options = &LoadOptions { tp, ..options.clone() };
         let chosen = backends::choose(options)?;
         audit.check_ranks(&manifest, &config.geometry(), chosen.ranks)?;
 

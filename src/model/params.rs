@@ -8,7 +8,7 @@ use super::config::ModelConfig;
 use super::draft_model::DraftParams;
 use crate::error::{Error, Result};
 use crate::weights::{
-    Audit, Checkpoint, Geometry, Manifest, Matrix, Needed, Resolved, Slice, to_fp8_rows,
+    Audit, Checkpoint, Geometry, Manifest, Matrix, Needed, Resolved, Slice, share_name, to_fp8_rows,
 };
 
 /// How ranks share the routed experts.
@@ -197,7 +197,11 @@ impl Weights {
     /// # Errors
     /// Input error if there is none, or the ranks cannot share it.
     pub fn matrix(&self, name: &str, rank: Slice) -> Result<Matrix> {
-        let resolved = self.modules.get(name).ok_or_else(|| {
+        let share = || {
+            let pack = self.checkpoint.pack.as_ref().filter(|pack| pack.tp == rank.of)?;
+            self.modules.get(&share_name(rank.index, name)).filter(|_| rank.index < pack.tp)
+        };
+        let resolved = self.modules.get(name).or_else(share).ok_or_else(|| {
             Error::input(format!(
                 "{}: tensor {name} is missing; talon verify lists what else is",
                 self.checkpoint.source.display("")
@@ -265,6 +269,12 @@ impl Weights {
         let all = config.n_routed_experts;
         if self.experts == ExpertSplit::Rows {
             return Ok((0..all, rank));
+        }
+        if self.checkpoint.pack.is_some() && rank.of > 1 {
+            return Err(Error::input(
+                "--experts parallel: the model is a pack, whose experts are cut into rows; use \
+                 --experts split, or the checkpoint that was packed",
+            ));
         }
         if !all.is_multiple_of(rank.of) {
             return Err(Error::input(format!(

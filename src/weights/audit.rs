@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::checkpoint::{Checkpoint, TensorRef};
 use super::formats::check_share;
 use super::manifest::{Entry, Geometry, Manifest, Module, Part, PartShape, Role};
+use super::pack::Pack;
 use crate::error::{Error, Result, one_line};
 
 /// How bad a [`Problem`] is.
@@ -92,6 +93,8 @@ pub struct Resolved {
 
 /// What an audit found.
 pub struct Audit {
+    /// What the checkpoint was cut for, if it is a pack.
+    pack: Option<Pack>,
     /// Problems, errors first.
     pub problems: Vec<Problem>,
     /// The modules that are whole, by name.
@@ -124,6 +127,10 @@ impl Audit {
     /// # Errors
     /// Input error that names the first module that they cannot share.
     pub fn check_ranks(&self, manifest: &Manifest, geometry: &Geometry, tp: usize) -> Result<()> {
+        if let Some(pack) = &self.pack {
+            // What they share is cut already.
+            return pack.check_ranks(tp).and_then(|()| manifest.check_ranks(geometry, tp));
+        }
         manifest.check_ranks(geometry, tp)?;
         let check = |resolved: &Resolved| {
             let Module { entry, name, shape, .. } = &resolved.module;
@@ -141,8 +148,8 @@ impl Audit {
         for resolved in self.modules.values() {
             let shared = manifest.entries[resolved.module.entry].slice.is_some();
             for (_, part) in &resolved.parts {
-                // A module's single scales go to every rank.
-                let whole = !shared || is_scalar(&part.shape);
+                // A module's single scales go to every rank; a pack has them for each.
+                let whole = !shared || (is_scalar(&part.shape) && self.pack.is_none());
                 bytes += if whole { part.range.len() } else { part.range.len() / tp };
             }
         }
@@ -165,7 +172,11 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
     let mut mtp_missing = Vec::new();
     let mut mtp_present = 0usize;
     let mut mtp_lost = 0usize;
-    for module in manifest.modules(geometry)? {
+    let stored = |module: Module| match &checkpoint.pack {
+        None => vec![module],
+        Some(pack) => pack.stored(manifest, module),
+    };
+    for module in manifest.modules(geometry)?.into_iter().flat_map(stored) {
         let in_mtp = module.layer.is_some_and(|layer| geometry.layers[layer].mtp);
         let problems_before = auditor.problems.len();
         let resolved = auditor.resolve(&module);
@@ -200,7 +211,7 @@ pub fn audit(checkpoint: &Checkpoint, manifest: &Manifest, geometry: &Geometry) 
     let mut problems = auditor.problems;
     problems.sort_by_key(|problem| problem.severity);
     let layout = layout(manifest, geometry, &modules);
-    Ok(Audit { problems, modules, mtp, layout })
+    Ok(Audit { pack: checkpoint.pack.clone(), problems, modules, mtp, layout })
 }
 
 struct Auditor<'a> {

@@ -12,6 +12,7 @@ use serde::Deserialize;
 use super::audit::{Problem, Severity};
 use super::header::{ShardHeader, read_header};
 use super::mmap::Bytes;
+use super::pack::Pack;
 use super::source::Source;
 use crate::error::{Error, Result};
 
@@ -44,6 +45,8 @@ pub struct Shard {
 pub struct Checkpoint {
     /// Where its files come from.
     pub source: Source,
+    /// What it was cut for, if it is a pack.
+    pub pack: Option<Pack>,
     /// The readable shards.
     pub shards: Vec<Shard>,
     /// All tensors in them, by name.
@@ -74,25 +77,31 @@ impl Shard {
 }
 
 impl Checkpoint {
-    /// Opens the shards of `source`: those that the index names or, with `ignore_index` or without
-    /// an index, all `*.safetensors` files. Reads headers only.
+    /// Opens the shards of `source`: those that a pack's description or the index names or, with
+    /// `ignore_index` or without an index, all `*.safetensors` files. Reads headers only.
     ///
     /// Faults of single files become [`Checkpoint::problems`], so that an audit can list them all.
     ///
     /// # Errors
-    /// Input error if there is nothing to open: no such directory, no shards, an unreadable index.
+    /// Input error if there is nothing to open: no such directory, no shards, an unreadable index, a
+    /// pack of another talon.
     pub fn open(source: Source, ignore_index: bool) -> Result<Self> {
         let files = source.file_names()?;
-        let index = if ignore_index { None } else { read_index(&source)? };
+        let pack = Pack::of(&source)?;
+        let index = if ignore_index || pack.is_some() { None } else { read_index(&source)? };
         let present: Vec<String> =
             files.into_iter().filter(|name| name.ends_with(".safetensors")).collect();
         let mut problems = Vec::new();
-        let wanted = match &index {
+        let named: Option<HashSet<String>> = match (&pack, &index) {
+            (Some(pack), _) => Some(pack.shards().into_iter().collect()),
+            (None, Some(index)) => Some(index.weight_map.values().cloned().collect()),
+            (None, None) => None,
+        };
+        let wanted = match named {
             None => present,
-            Some(index) => {
-                let wanted: HashSet<&String> = index.weight_map.values().collect();
-                extra_shards(&source, &present, &wanted, &mut problems);
-                let mut wanted: Vec<String> = wanted.into_iter().cloned().collect();
+            Some(named) => {
+                extra_shards(&source, &present, &named, &mut problems);
+                let mut wanted: Vec<String> = named.into_iter().collect();
                 wanted.sort();
                 wanted
             }
@@ -106,6 +115,7 @@ impl Checkpoint {
 
         let mut checkpoint = Self {
             source,
+            pack,
             shards: Vec::new(),
             tensors: HashMap::new(),
             problems,
@@ -289,10 +299,10 @@ fn read_index(source: &Source) -> Result<Option<Index>> {
 fn extra_shards(
     source: &Source,
     present: &[String],
-    wanted: &HashSet<&String>,
+    wanted: &HashSet<String>,
     problems: &mut Vec<Problem>,
 ) {
-    for name in present.iter().filter(|name| !wanted.contains(name)) {
+    for name in present.iter().filter(|name| !wanted.contains(*name)) {
         problems.push(Problem {
             kind: "extra_shard",
             severity: Severity::Warning,

@@ -121,7 +121,9 @@ impl Matrix {
             }
         };
         let matrix = Self { rows: 0..rows, columns: 0..columns, stride: columns, values };
-        match manifest.entries[resolved.module.entry].slice.as_ref().map(|rule| rule.axis) {
+        let rule = manifest.entries[resolved.module.entry].slice.as_ref();
+        // A pack's modules are shares already.
+        match rule.filter(|_| checkpoint.pack.is_none()).map(|rule| rule.axis) {
             None => Ok(matrix),
             Some(axis) => {
                 check_share(name, format, axis, &[rows, columns], rank.of)?;

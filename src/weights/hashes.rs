@@ -98,7 +98,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     hex(Sha256::new_with_prefix(bytes))
 }
 
-fn hex(hasher: Sha256) -> String {
+pub(super) fn hex(hasher: Sha256) -> String {
     hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -189,12 +189,15 @@ pub struct Module {
 }
 
 impl Manifest {
+    /// The table of the GLM-5 family.
+    pub(super) const GLM5: &str = include_str!("../../weights-manifest/glm5.json");
+
     /// The manifest of the GLM-5 family.
     ///
     /// # Errors
     /// Only if the embedded table is broken, which a test excludes.
     pub fn glm5() -> Result<Self> {
-        Self::parse("glm5.json", include_str!("../../weights-manifest/glm5.json"))
+        Self::parse("glm5.json", Self::GLM5)
     }
 
     /// The manifest of EAGLE-3 heads.

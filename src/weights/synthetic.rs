@@ -109,6 +109,7 @@ pub fn synthetic(source: Source, manifest: &Manifest, geometry: &Geometry) -> Re
     }
     let mut checkpoint = Checkpoint {
         source,
+        pack: None,
         shards,
         tensors: HashMap::with_capacity(tensors.len()),
         problems: Vec::new(),
