@@ -2,6 +2,8 @@
 //
 // A block takes SPLIT positions of a row's list, at boundaries that the list alone fixes, and 8
 // heads. Positions are the 16-row operand of q k, latent dimensions that of the sum over values.
+#include <climits>
+
 #include "tile.cuh"
 
 constexpr int SPLIT = 64;
@@ -26,15 +28,27 @@ __device__ __forceinline__ int selected_count(const Row& row, int top_k) {
     return min(row.visible(), top_k);
 }
 
+// The first position of the row's sequence that the step itself writes.
+__device__ __forceinline__ int first_written(const Row* rows, int count, const Row& own) {
+    int first = own.position;
+    for (int i = 0; i < count; i++) {
+        if (rows[i].sequence == own.sequence) first = min(first, rows[i].position);
+    }
+    return first;
+}
+
+// What earlier steps have cached is copied before the wait: where the list is all that the row sees,
+// or comes from an earlier layer (`listed`). This kernel lets none behind it start before its own
+// wait is over, so what was written before an earlier layer's `attend` is there.
+//
 // grid: (splits, rows, heads / 8). queries: [MAX_ROWS][heads][kv_rank + rope]; selected:
 // [MAX_ROWS][top_k]; parts: [MAX_ROWS][splits][heads][kv_rank] sums; bounds: [MAX_ROWS][splits]
 // [heads] of (maximum, sum of the exponentials).
 // Shared: keys [SPLIT][pitch], queries [8][pitch], pitch = kv_rank + rope + 8.
 extern "C" __global__ void __launch_bounds__(WARPS * WARP) attend(
     const Row* rows, const __grid_constant__ AttendLayout l, const half* queries, const half* cache,
-    const int* selected, float* parts, float2* bounds
+    const int* selected, int listed, float* parts, float2* bounds
 ) {
-    release_consumer();
     uint8_t* shared = dynamic_shared<uint8_t>();
     __shared__ float scores[2][HEADS][SPLIT];
     __shared__ __align__(16) half probabilities[HEADS][SPLIT + 8];
@@ -50,26 +64,44 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) attend(
     const half* sequence = cache + static_cast<size_t>(row.sequence) * l.context * width;
     const int* list = selected + static_cast<size_t>(blockIdx.y) * l.top_k;
     const half* of_row = queries + (static_cast<size_t>(blockIdx.y) * l.heads + first_head) * width;
-    wait_for_producer();
-
-    // A warp copies a position at a time.
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, q = lane % 4;
+    // A warp copies a position at a time.
+    int position[SPLIT / WARPS];
+    const auto locate = [&] {
 #pragma unroll
-    for (int i = 0; i < SPLIT / WARPS; i++) {
-        const int t = warp + i * WARPS;
-        const bool is_there = t < here;
-        const int position =
-            !is_there ? 0 : dense ? row.first + begin + t : list[begin + t];
-        const half* from = sequence + static_cast<size_t>(position) * width;
-        for (int piece = lane; piece < pieces; piece += WARP) {
-            half* to = keys + t * pitch + piece * 8;
-            if (is_there) {
-                copy_async_16(shared_address(to), from + piece * 8);
-            } else {
-                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < SPLIT / WARPS; i++) {
+            const int t = min(warp + i * WARPS, here - 1);
+            // Past the L1 cache, which may still have an earlier list.
+            position[i] = dense ? row.first + begin + t : __ldcg(&list[begin + t]);
+        }
+    };
+    const auto copy_keys = [&](int from, int end) {
+#pragma unroll
+        for (int i = 0; i < SPLIT / WARPS; i++) {
+            const int t = warp + i * WARPS;
+            if (t >= here || position[i] < from || position[i] >= end) continue;
+            const half* key = sequence + static_cast<size_t>(position[i]) * width;
+            for (int piece = lane; piece < pieces; piece += WARP) {
+                copy_async_16(shared_address(keys + t * pitch + piece * 8), key + piece * 8);
             }
         }
+    };
+    const bool early = dense || listed;
+    int written = 0;
+    if (early) {
+        locate();
+        written = first_written(rows, gridDim.y, row);
+        copy_keys(0, written);
     }
+    for (int t = here + warp; t < SPLIT; t += WARPS) {
+        for (int piece = lane; piece < pieces; piece += WARP) {
+            *reinterpret_cast<uint4*>(keys + t * pitch + piece * 8) = make_uint4(0, 0, 0, 0);
+        }
+    }
+    wait_for_producer();
+    release_consumer();
+    if (!early) locate();
+    copy_keys(written, INT_MAX);
     for (int piece = lane; piece < pieces; piece += WARP) {
         half* to = query + warp * pitch + piece * 8;
         if (warp < heads) {

@@ -28,12 +28,12 @@ struct ExpertUnits {
     const uint8_t* scales;
     const Matrix* first;
     const Routing* routing;
-    // The next place in the list of experts, and the unit within the block's tiles.
-    int at, unit;
+    // The last place in the list of experts, the next one, and the unit within the block's tiles.
+    int last, at, unit;
 
     __device__ void locate(int tile) {
         const size_t of_expert = static_cast<size_t>(first->tiles()) * first->units();
-        const size_t before = routing->list[min(at, routing->count - 1)] * of_expert +
+        const size_t before = __ldcg(&routing->list[min(at, last)]) * of_expert +
                               static_cast<size_t>(tile) * first->units() + unit;
         codes = first->codes + before * SLOTS<format> * SLOT_CODES;
         scales = first->scales + before * SCALES<format>;
@@ -74,7 +74,9 @@ __device__ __forceinline__ void store_term(
     }
 }
 
-// The warps of the experts fill their rings from the list in memory, before the block has its copy.
+// The warps of the experts fill their rings before they wait: `expert_gate_up` lets this kernel
+// start only when the list of experts is there. It is read past the L1 cache, which may still have
+// the last layer's.
 template <int NB, int format>
 __device__ __forceinline__ void run_experts(
     const DownExperts& experts, const Routing* all, Routing& routing, const float* globals,
@@ -83,17 +85,18 @@ __device__ __forceinline__ void run_experts(
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;
     const int units = w.units(), of_item = DOWN_TILES * units;
-    ExpertUnits<format> source = {nullptr, nullptr, &w, all, warp, 0};
+    const int listed = __ldcg(&all->count);
+    ExpertUnits<format> source = {nullptr, nullptr, &w, all, listed - 1, warp, 0};
     source.locate(blockIdx.x * DOWN_TILES);
-    const int listed = all->count;
     const int items = max(0, (listed - warp + EXPERT_WARPS - 1) / EXPERT_WARPS);
     Ring<format, DOWN_RING, ExpertUnits<format>> ring(shared, source, items * of_item);
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Routing) / 16);
          i += EXPERT_WARPS * WARP) {
-        reinterpret_cast<uint4*>(&routing)[i] = reinterpret_cast<const uint4*>(all)[i];
+        reinterpret_cast<uint4*>(&routing)[i] = __ldcg(reinterpret_cast<const uint4*>(all) + i);
     }
     // Without the warps of the shared expert, which are at their own work.
     second_barrier<EXPERT_WARPS * WARP>();
+    wait_for_producer();
     int expert = 0, unit = 0, at = warp;
     float global = 0;
     float acc[NB][4] = {};
@@ -246,7 +249,6 @@ __device__ __forceinline__ void down(
                 run_shared<NB, NVFP4>(shared_down, shared_activations, used, count, shared, terms);
         }
     } else {
-        wait_for_producer();
         switch (experts.first.format) {
             case F16:
                 run_experts<NB, F16>(experts, all, routing, globals, activations, used, width,

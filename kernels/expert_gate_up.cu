@@ -123,11 +123,12 @@ __device__ __forceinline__ void gate_up(
     const Experts& experts, const Routing* routing, const half* normed, half* activations,
     int used, int width, const Ahead& ahead, int count
 ) {
-    release_consumer();
     uint8_t* shared = dynamic_shared<uint8_t>();
     __shared__ LinearResults<NB> results[2];
     prefetch(ahead);
     wait_for_producer();
+    // Not before: `expert_down` reads the list of experts before it waits.
+    release_consumer();
     switch (experts.first.format) {
         case F16:
             run_experts<NB, F16>(experts, routing, normed, activations, used, width, count,

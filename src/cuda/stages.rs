@@ -337,6 +337,7 @@ impl Stages for Recorder<'_> {
                 buffers.queries.into(),
                 buffers.latent_caches[layer].into(),
                 buffers.selected.into(),
+                Arg::from(i32::from(!rank.config.layers[layer].indexer)),
                 buffers.parts.into(),
                 buffers.bounds.into(),
             ],

@@ -119,6 +119,8 @@ inline T atomicExch(T* at, T value) { return __atomic_exchange_n(at, value, __AT
 
 template <class T>
 inline T __ldg(const T* from) { return *from; }
+template <class T>
+inline T __ldcg(const T* from) { return *from; }
 
 inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
