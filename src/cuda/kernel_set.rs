@@ -17,6 +17,8 @@ const RING: u32 = 6;
 const SLOT: u32 = 1024 + 256;
 /// Dynamic shared memory of such a block (tile.cuh, `LINEAR_SHARED`).
 pub const LINEAR_SHARED: u32 = LINEAR_WARPS as u32 * RING * SLOT;
+/// The same where an H200's multiprocessor, with its 228 KiB, should not take more than two blocks.
+pub const SPREAD_SHARED: u32 = 80 << 10;
 /// Threads of a block of expert_down.cu.
 pub const DOWN_THREADS: u32 = 10 * 32;
 /// Tiles of a block of it.
@@ -142,7 +144,7 @@ impl KernelSet {
             project_output: linear(&module("project_output")?, "project_output", LINEAR_SHARED)?,
             choose_experts: module("choose_experts")?.kernel("choose_experts")?,
             route: linear(&module("route")?, "route", LINEAR_SHARED)?,
-            expert_gate_up: linear(&module("expert_gate_up")?, "expert_gate_up", LINEAR_SHARED)?,
+            expert_gate_up: linear(&module("expert_gate_up")?, "expert_gate_up", SPREAD_SHARED)?,
             expert_down: linear(&module("expert_down")?, "expert_down", down_shared(MAX_USED, 16))?,
             dense_gate_up: linear(&module("dense_gate_up")?, "dense_gate_up", LINEAR_SHARED)?,
             head: linear(&head, "head", LINEAR_SHARED)?,

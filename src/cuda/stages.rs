@@ -2,7 +2,8 @@
 //! `model::forward`, usually while a graph is being captured.
 
 use super::kernel_set::{
-    DOWN_THREADS, DOWN_TILES, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, down_shared,
+    DOWN_THREADS, DOWN_TILES, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, SPREAD_SHARED,
+    down_shared,
 };
 use super::layout::{
     Ahead, AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments,
@@ -435,12 +436,17 @@ impl Stages for Recorder<'_> {
         let layers = &rank.weights.layers[..config.num_hidden_layers];
         let next = layers.get(layer + 1).map(|next| &next.q_a_proj);
         let used = (self.rows * config.num_experts_per_tok).min(moe.experts);
-        let at_once =
-            kernel.occupancy(LINEAR_THREADS, LINEAR_SHARED)?.max(1) * rank.device.multiprocessors();
-        let blocks = (used * moe.gate_up.first.tiles()).min(at_once as usize);
-        self.linear(
+        let items = used * moe.gate_up.first.tiles();
+        let places = rank.device.multiprocessors() as usize;
+        // Blocks start while others end, where those leave room: two blocks' work would take as long as
+        // the three do that some multiprocessors get.
+        let shared = if items <= 2 * places { SPREAD_SHARED } else { LINEAR_SHARED };
+        let at_once = kernel.occupancy(LINEAR_THREADS, shared)?.max(1) as usize * places;
+        self.launch(
             kernel,
-            [blocks, 1, 1],
+            [items.min(at_once), 1, 1],
+            LINEAR_THREADS,
+            shared,
             &[
                 Arg::of(&moe.gate_up),
                 buffers.routing.into(),
