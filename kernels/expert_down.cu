@@ -4,12 +4,13 @@
 #include "routing.cuh"
 #include "tile.cuh"
 
-// Warps for the routed experts, then warps for the shared one.
+// Warps for the routed experts, then one for the shared one.
 constexpr int EXPERT_WARPS = 8;
-constexpr int SHARED_WARPS = 2;
-constexpr int DOWN_WARPS = EXPERT_WARPS + SHARED_WARPS;
-// Slots of a warp's ring.
+constexpr int DOWN_WARPS = EXPERT_WARPS + 1;
+// Slots of an expert warp's ring, and of the other warp's: two units in f16.
 constexpr int DOWN_RING = 4;
+constexpr int SHARED_RING = 8;
+constexpr int DOWN_RINGS = EXPERT_WARPS * DOWN_RING + SHARED_RING;
 
 struct DownExperts {
     Matrix first;
@@ -17,45 +18,37 @@ struct DownExperts {
     const float* globals;
 };
 
-// Tiles that a block owns.
-constexpr int DOWN_TILES = 1;
-constexpr int DOWN_ROWS = DOWN_TILES * TILE;
-
-// A warp's units: for each of its experts, the units of each of the block's tiles.
+// A warp's units: of the block's tile of each of its experts.
 template <int format>
 struct ExpertUnits {
     const uint8_t* codes;
     const uint8_t* scales;
     const Matrix* first;
-    const Routing* routing;
-    // The last place in the list of experts, the next one, and the unit within the block's tiles.
-    int last, at, unit;
+    Walk walk;
+    // The next place in the walk, and the unit.
+    int at, unit;
 
-    __device__ void locate(int tile) {
-        const size_t of_expert = static_cast<size_t>(first->tiles()) * first->units();
-        const size_t before = __ldcg(&routing->list[min(at, last)]) * of_expert +
-                              static_cast<size_t>(tile) * first->units() + unit;
-        codes = first->codes + before * SLOTS<format> * SLOT_CODES;
-        scales = first->scales + before * SCALES<format>;
+    __device__ void locate() {
+        const unsigned from = (walk.expert(at) * first->tiles() + blockIdx.x) * first->units();
+        codes = first->template codes_of<format>(from);
+        scales = first->template scales_of<format>(from);
     }
 
     __device__ void advance() {
-        codes += SLOTS<format> * SLOT_CODES;
-        scales += SCALES<format>;
-        if (++unit == DOWN_TILES * first->units()) {
-            unit = 0;
-            at += EXPERT_WARPS;
-            locate(blockIdx.x * DOWN_TILES);
+        if (++unit == first->units()) {
+            unit = 0, at++;
+            locate();
+        } else {
+            codes += SLOTS<format> * SLOT_CODES;
+            scales += SCALES<format>;
         }
     }
 };
 
-// terms: [used + SHARED_WARPS][8 NB][DOWN_ROWS]. Stores a tile's results and clears them;
-// `place_of(row, scale)` is where a row's term goes, below 0 for nowhere.
+// terms: [used + 1][8 NB][TILE]. Stores a warp's results; `place_of(row, scale)` is where
+// a row's term goes, below 0 for nowhere.
 template <int NB, class Place>
-__device__ __forceinline__ void store_term(
-    float* terms, int tile, float (&acc)[NB][4], Place place_of
-) {
+__device__ __forceinline__ void store_term(float* terms, const float (&acc)[NB][4], Place place_of) {
     const int g = threadIdx.x % WARP / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < NB; n++) {
@@ -65,11 +58,10 @@ __device__ __forceinline__ void store_term(
             float scale;
             const int place = place_of(row, scale);
             if (place >= 0) {
-                float* term = terms + (place * NB * 8 + row) * DOWN_ROWS + tile * TILE + g;
+                float* term = terms + (place * NB * 8 + row) * TILE + g;
                 term[0] = acc[n][odd] * scale;
                 term[8] = acc[n][odd + 2] * scale;
             }
-            acc[n][odd] = 0, acc[n][odd + 2] = 0;
         }
     }
 }
@@ -84,12 +76,14 @@ __device__ __forceinline__ void run_experts(
 ) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
     const Matrix& w = experts.first;
-    const int units = w.units(), of_item = DOWN_TILES * units;
-    const int listed = __ldcg(&all->count);
-    ExpertUnits<format> source = {nullptr, nullptr, &w, all, listed - 1, warp, 0};
-    source.locate(blockIdx.x * DOWN_TILES);
-    const int items = max(0, (listed - warp + EXPERT_WARPS - 1) / EXPERT_WARPS);
-    Ring<format, DOWN_RING, ExpertUnits<format>> ring(shared, source, items * of_item);
+    const int units = w.units();
+    Walk walk(all, warp, EXPERT_WARPS);
+    ExpertUnits<format> source = {nullptr, nullptr, &w, walk, 0, 0};
+    source.locate();
+    const int places = walk.places(__ldcg(&all->count));
+    Ring<format, DOWN_RING, ExpertUnits<format>> ring(
+        shared + warp * DOWN_RING * SLOT, source, places * units
+    );
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Routing) / 16);
          i += EXPERT_WARPS * WARP) {
         reinterpret_cast<uint4*>(&routing)[i] = __ldcg(reinterpret_cast<const uint4*>(all) + i);
@@ -97,127 +91,97 @@ __device__ __forceinline__ void run_experts(
     // Without the warps of the shared expert, which are at their own work.
     second_barrier<EXPERT_WARPS * WARP>();
     wait_for_producer();
-    int expert = 0, unit = 0, at = warp;
-    float global = 0;
+    // Of the unit whose vectors are loaded next, and of the one that is multiplied.
+    int next_unit = 0, next_at = warp, unit = 0, at = warp;
     float acc[NB][4] = {};
-    int next_unit = 0, next_at = warp;
     ring.run(
-        items * of_item,
+        places * units,
         [&](int, const half*(&next)[NB]) {
-            const int of = routing.list[next_at];
-            const int column = next_unit % units * UNIT;
+            if (next_unit == 0) {
+                const int expert = routing.list[next_at];
 #pragma unroll
-            for (int n = 0; n < NB; n++) {
-                if (column == 0) {
+                for (int n = 0; n < NB; n++) {
                     const int row = min(n * 8 + g, count - 1);
-                    const int place = max(routing.place[row][of], 0);
-                    next[n] = activations + (static_cast<size_t>(row) * used + place) * width;
-                } else {
-                    next[n] += UNIT;
+                    const int place = max(routing.place[row][expert], 0);
+                    next[n] = activations + static_cast<unsigned>((row * used + place) * width);
                 }
+            } else {
+#pragma unroll
+                for (int n = 0; n < NB; n++) next[n] += UNIT;
             }
-            if (++next_unit == of_item) next_unit = 0, next_at += EXPERT_WARPS;
+            if (++next_unit == units) next_unit = 0, next_at += EXPERT_WARPS;
         },
         [&](int u) {
-            const size_t of_expert = static_cast<size_t>(w.tiles()) * units;
-            const size_t before = routing.list[warp + u / of_item * EXPERT_WARPS] * of_expert +
-                                  static_cast<size_t>(blockIdx.x) * of_item + u % of_item;
-            return __ldg(reinterpret_cast<const float2*>(w.scales + before * FP8_SCALES));
+            const int expert = routing.list[warp + u / units * EXPERT_WARPS];
+            const unsigned tile = expert * w.tiles() + blockIdx.x;
+            return __ldg(reinterpret_cast<const float2*>(
+                w.scales_of<format>(tile * units + u % units)));
         },
         acc,
         [&](int, float(&acc)[NB][4]) {
-            if (unit == 0) {
-                expert = routing.list[at];
-                global = globals[expert] * DECODED_SCALE<format>;
+            if (++unit < units) return;
+            const int expert = routing.list[at];
+            const float global = globals[expert] * DECODED_SCALE<format>;
+            store_term<NB>(terms, acc, [&](int row, float& scale) {
+                const int place = row < count ? routing.place[row][expert] : -1;
+                scale = place < 0 ? 0 : global * routing.uses[row][place].weight;
+                return place;
+            });
+#pragma unroll
+            for (int n = 0; n < NB; n++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) acc[n][i] = 0;
             }
-            if (unit % units == units - 1) {
-                store_term<NB>(terms, unit / units, acc, [&](int row, float& scale) {
-                    const int place = row < count ? routing.place[row][expert] : -1;
-                    scale = place < 0 ? 0 : global * routing.uses[row][place].weight;
-                    return place;
-                });
-            }
-            if (++unit == of_item) unit = 0, at += EXPERT_WARPS;
+            unit = 0, at += EXPERT_WARPS;
         }
     );
 }
 
-// The shared expert: each of SHARED_WARPS takes an equal part of the columns of the block's tiles; its
-// ring is filled before the wait.
+// The shared expert, one warp; its ring is filled before the wait.
 template <int NB, int format>
 __device__ __forceinline__ void run_shared(
     const Matrix& w, const half* x, int used, int count, uint8_t* shared, float* terms
 ) {
-    const int warp = threadIdx.x / WARP - EXPERT_WARPS, g = threadIdx.x % WARP / 4;
-    const int units = w.units();
-    const int first = units * warp / SHARED_WARPS, end = units * (warp + 1) / SHARED_WARPS;
-    // One run of units a tile; the next one's begins as many units behind as a tile has.
-    struct Source {
-        const uint8_t* codes;
-        const uint8_t* scales;
-        int unit, first, end, units;
-
-        __device__ void advance() {
-            const int step = ++unit == end ? units - (end - first) + 1 : 1;
-            if (unit == end) unit = first;
-            codes += static_cast<size_t>(step) * SLOTS<format> * SLOT_CODES;
-            scales += static_cast<size_t>(step) * SCALES<format>;
-        }
-    };
-    const size_t before = static_cast<size_t>(blockIdx.x) * DOWN_TILES * units + first;
-    const Source source = {
-        w.codes + before * SLOTS<format> * SLOT_CODES, w.scales + before * SCALES<format>, first,
-        first, end, units
-    };
-    const int each = end - first;
-    Ring<format, DOWN_RING, Source> ring(shared, source, DOWN_TILES * each);
-    float upper[DOWN_TILES], lower[DOWN_TILES];
-#pragma unroll
-    for (int tile = 0; tile < DOWN_TILES; tile++) {
-        const int row = (blockIdx.x * DOWN_TILES + tile) * TILE + g;
-        upper[tile] = w.row_scale<format>(row), lower[tile] = w.row_scale<format>(row + 8);
-    }
+    const int g = threadIdx.x % WARP / 4, units = w.units();
+    const unsigned first = blockIdx.x * units;
+    const Strided<format> source = {w.codes_of<format>(first), w.scales_of<format>(first), 1};
+    Ring<format, SHARED_RING, Strided<format>> ring(
+        shared + EXPERT_WARPS * DOWN_RING * SLOT, source, units
+    );
+    const int row = blockIdx.x * TILE + g;
+    const float upper = w.row_scale<format>(row), lower = w.row_scale<format>(row + 8);
     wait_for_producer();
     const half* vector[NB];
 #pragma unroll
     for (int n = 0; n < NB; n++) {
-        vector[n] = x + static_cast<size_t>(min(n * 8 + g, count - 1)) * w.columns + first * UNIT;
+        vector[n] = x + static_cast<size_t>(min(n * 8 + g, count - 1)) * w.columns;
     }
-    const auto put = [&](int tile, float(&acc)[NB][4]) {
-#pragma unroll
-        for (int n = 0; n < NB; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) acc[n][i] *= i < 2 ? upper[tile] : lower[tile];
-        }
-        store_term<NB>(terms, tile, acc, [&](int, float& scale) {
-            scale = w.global * DECODED_SCALE<format>;
-            return used + warp;
-        });
-    };
     float acc[NB][4] = {};
-    if (each == 0) {
-        for (int tile = 0; tile < DOWN_TILES; tile++) put(tile, acc);
-    }
     ring.run(
-        DOWN_TILES * each,
+        units,
         [&](int u, const half*(&next)[NB]) {
 #pragma unroll
-            for (int n = 0; n < NB; n++) next[n] = vector[n] + u % each * UNIT;
+            for (int n = 0; n < NB; n++) next[n] = vector[n] + u * UNIT;
         },
         [&](int u) {
-            const size_t unit = before + static_cast<size_t>(u / each) * units + u % each;
-            return __ldg(reinterpret_cast<const float2*>(w.scales + unit * FP8_SCALES));
+            return __ldg(reinterpret_cast<const float2*>(source.scales + u * FP8_SCALES));
         },
-        acc,
-        [&](int u, float(&acc)[NB][4]) {
-            if (u % each == each - 1) put(u / each, acc);
-        }
+        acc, [](int, float(&)[NB][4]) {}
     );
+#pragma unroll
+    for (int n = 0; n < NB; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) acc[n][i] *= i < 2 ? upper : lower;
+    }
+    store_term<NB>(terms, acc, [&](int, float& scale) {
+        scale = w.global * DECODED_SCALE<format>;
+        return used;
+    });
 }
 
-// grid: tiles of the hidden dimensions / DOWN_TILES. partial: [MAX_ROWS][hidden]; `number` experts,
+// grid: tiles of the hidden dimensions. partial: [MAX_ROWS][hidden]; `number` experts,
 // of which a row uses `used`.
-// Shared: the rings, then terms [used + SHARED_WARPS][8 NB][DOWN_ROWS].
+// Shared: the rings, then terms [used + 1][8 NB][TILE].
 template <int NB>
 __device__ __forceinline__ void down(
     const DownExperts& experts, const Matrix& shared_down, const Routing* all, int number, int used,
@@ -231,7 +195,7 @@ __device__ __forceinline__ void down(
     // No more than the warps of the experts have threads.
     static_assert(MAX_EXPERTS == EXPERT_WARPS * WARP);
     if (threadIdx.x < number) globals[threadIdx.x] = experts.globals[threadIdx.x];
-    float* terms = reinterpret_cast<float*>(shared + DOWN_WARPS * DOWN_RING * SLOT);
+    float* terms = reinterpret_cast<float*>(shared + DOWN_RINGS * SLOT);
     if (threadIdx.x / WARP >= EXPERT_WARPS) {
         switch (shared_down.format) {
             case F16:
@@ -264,13 +228,12 @@ __device__ __forceinline__ void down(
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count * DOWN_ROWS; i += blockDim.x) {
-        const int row = i / DOWN_ROWS, r = i % DOWN_ROWS, at = blockIdx.x * DOWN_ROWS + r;
+    for (int i = threadIdx.x; i < count * TILE; i += blockDim.x) {
+        const int row = i / TILE, r = i % TILE, at = blockIdx.x * TILE + r;
         if (at >= hidden) continue;
         // The shared expert first, then the row's experts in the order of its list.
-        const auto term = [&](int k) { return terms[(k * NB * 8 + row) * DOWN_ROWS + r]; };
-        float sum = 0;
-        for (int k = 0; k < SHARED_WARPS; k++) sum += term(used + k);
+        const auto term = [&](int k) { return terms[(k * NB * 8 + row) * TILE + r]; };
+        float sum = term(used);
         for (int k = 0; k < used; k++) {
             // Other ranks' experts have no term here.
             if (routing.uses[row][k].expert >= 0) sum += term(k);

@@ -9,39 +9,33 @@ struct Experts {
     const float* gate_globals;
     const float* up_globals;
 
-    __device__ const uint8_t* codes(int expert, int slots) const {
-        return first.codes +
-               static_cast<size_t>(expert) * first.tiles() * first.units() * slots * SLOT_CODES;
-    }
-
-    __device__ const uint8_t* scales(int expert, int bytes) const {
-        return first.scales + static_cast<size_t>(expert) * first.tiles() * first.units() * bytes;
+    // A tile's first unit, counted over all experts.
+    __device__ unsigned unit(int expert, int tile) const {
+        return (expert * first.tiles() + tile) * first.units();
     }
 };
 
-// A warp's units of all items of its block, one item behind the other: the ring stays full across
-// their borders.
+// A warp's units of its block's tile, of all experts that the block goes through: the ring stays full
+// across their borders.
 template <int format>
-struct ItemUnits {
+struct TileUnits {
     const uint8_t* codes;
     const uint8_t* scales;
     const Experts* experts;
-    const Routing* routing;
-    // The item and the unit that come next, and the warp's units of an item.
-    int item, unit, first, count;
+    Walk walk;
+    // The place in the walk and the unit that come next; the warp's first unit of a tile, and how many
+    // it has.
+    int at, unit, first, count;
 
     __device__ void locate() {
-        const int tiles = experts->first.tiles();
-        const int expert = routing->list[item / tiles];
-        const size_t before = static_cast<size_t>(item % tiles) * experts->first.units() + first;
-        codes = experts->codes(expert, SLOTS<format>) + before * SLOTS<format> * SLOT_CODES;
-        scales = experts->scales(expert, SCALES<format>) + before * SCALES<format>;
+        const unsigned from = experts->unit(walk.expert(at), blockIdx.x) + first;
+        codes = experts->first.template codes_of<format>(from);
+        scales = experts->first.template scales_of<format>(from);
     }
 
     __device__ void advance() {
         if (++unit == count) {
-            unit = 0;
-            item += gridDim.x;
+            unit = 0, at++;
             locate();
         } else {
             codes += LINEAR_WARPS * SLOTS<format> * SLOT_CODES;
@@ -56,37 +50,39 @@ __device__ __forceinline__ void run_experts(
     const Experts& experts, const Routing* routing, const half* normed, half* activations,
     int used, int width, int count, uint8_t* shared, LinearResults<NB> (&both)[2]
 ) {
-    const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4;
+    const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, tile = blockIdx.x;
     const Matrix& w = experts.first;
-    const int tiles = w.tiles();
     const Share share(w.units(), 0, 1, warp, LINEAR_WARPS);
-    int item = blockIdx.x;
-    ItemUnits<format> source = {nullptr, nullptr, &experts,    routing,
-                                item,    0,       share.first, share.count};
+    Walk walk(routing, blockIdx.y, gridDim.y);
+    TileUnits<format> source = {nullptr, nullptr, &experts,    walk,
+                                0,       0,       share.first, share.count};
     // The list has room for what the grid may ask of it, so its length need not be known before.
     source.locate();
-    const int items = routing->count * tiles;
-    if (item >= items) return;
-    const int own_items = (items - item + gridDim.x - 1) / gridDim.x;
-    Ring<format, RING, ItemUnits<format>> ring(shared, source, own_items * share.count);
+    const int places = walk.places(routing->count);
+    if (places == 0) return;
+    Ring<format, RING, TileUnits<format>> ring(
+        shared + warp * RING * SLOT, source, places * share.count
+    );
     const half* vector[NB];
 #pragma unroll
     for (int n = 0; n < NB; n++) {
         const int row = min(n * 8 + g, count - 1);
         vector[n] = normed + static_cast<size_t>(row) * w.columns + share.first * UNIT;
     }
-    // Two results take turns, so that one barrier an item is enough.
-    for (int turn = 0; item < items; item += gridDim.x, turn ^= 1) {
-        float* results = both[turn].values;
-        const int expert = routing->list[item / tiles];
-        // Of the thread's result: whether its row uses the expert, and the scales.
-        const int row = threadIdx.x / 8;
-        const int place = row < min(count, NB * 8) ? routing->place[row][expert] : -1;
+    // Of the thread's result.
+    const int row = threadIdx.x / 8, r = threadIdx.x % 8, column = tile * 8 + r;
+    const bool is_there = row < min(count, NB * 8) && column < width;
+    // Two results take turns, so that one barrier an expert is enough.
+    for (int at = 0; at < places; at++) {
+        float* results = both[at % 2].values;
+        const int expert = walk.expert(at);
+        // Whether the row uses the expert, and the scales.
+        const int place = is_there ? routing->place[row][expert] : -1;
         const float gate_scale = experts.gate_globals[expert] * DECODED_SCALE<format>;
         const float up_scale = experts.up_globals[expert] * DECODED_SCALE<format>;
         // FP8's.
-        const size_t before = static_cast<size_t>(item % tiles) * w.units() + share.first;
-        const uint8_t* scales = experts.scales(expert, SCALES<format>) + before * SCALES<format>;
+        const uint8_t* scales =
+            w.scales_of<format>(experts.unit(expert, tile) + share.first);
         float acc[NB][4] = {};
         ring.run(
             share.count,
@@ -101,8 +97,7 @@ __device__ __forceinline__ void run_experts(
         );
         store_tile<NB>(results + warp * NB * 8 * TILE, acc);
         __syncthreads();
-        const int r = threadIdx.x % 8, at = item % tiles * 8 + r;
-        if (place >= 0 && at < width) {
+        if (place >= 0) {
             float gate = 0, up = 0;
 #pragma unroll
             for (int k = 0; k < LINEAR_WARPS; k++) {
@@ -111,13 +106,13 @@ __device__ __forceinline__ void run_experts(
             }
             gate *= gate_scale;
             up *= up_scale;
-            activations[(static_cast<size_t>(row) * used + place) * width + at] =
+            activations[(static_cast<size_t>(row) * used + place) * width + column] =
                 to_half(silu(gate) * up * ACTIVATION_SCALE);
         }
     }
 }
 
-// Blocks take tiles of experts in turn.
+// grid: (tiles of an expert, blocks that share the list of experts).
 template <int NB>
 __device__ __forceinline__ void gate_up(
     const Experts& experts, const Routing* routing, const half* normed, half* activations,

@@ -64,6 +64,18 @@ struct Matrix {
 
     __device__ int tiles() const { return rows / TILE; }
     __device__ int units() const { return (columns + UNIT - 1) / UNIT; }
+
+    // Where the codes and the scales of a unit lie, counted over all tiles, and over all matrices where
+    // several of one size lie one behind the other.
+    template <int format>
+    __device__ const uint8_t* codes_of(unsigned unit) const {
+        return codes + static_cast<size_t>(unit) * (SLOTS<format> * SLOT_CODES);
+    }
+
+    template <int format>
+    __device__ const uint8_t* scales_of(unsigned unit) const {
+        return scales + static_cast<size_t>(unit) * SCALES<format>;
+    }
 };
 
 // NVFP4's scales of the two matrices in an interleaved one, whose own is then 1.
@@ -72,11 +84,16 @@ struct Globals {
     float up;
 };
 
-// An E4M3 scale s (never negative) as two f16 of s * 2^7. Its bits at 13..7 of an f16 make s * 2^-8,
-// subnormals included; a factor of 2^15 follows.
-__device__ __forceinline__ uint32_t nvfp4_scale(uint32_t e4m3) {
+// Two of a word's E4M3 scales s (never negative), each as two f16 of s * 2^7: bytes 0 and 1, or 2 and
+// 3. The bits of s at 13..7 of an f16 make s * 2^-8, subnormals included; a factor of 2^15 follows.
+__device__ __forceinline__ void nvfp4_scales(
+    uint32_t word, int half_of, uint32_t& first, uint32_t& second
+) {
     constexpr uint32_t two_to_15 = 0x78007800;
-    return multiply_pairs(e4m3 * 0x00800080u, two_to_15);
+    const uint32_t bits = __byte_perm(word, 0, half_of == 0 ? 0x1404 : 0x3424) >> 1;
+    const uint32_t both = multiply_pairs(bits, two_to_15);
+    first = __byte_perm(both, 0, 0x1010);
+    second = __byte_perm(both, 0, 0x3232);
 }
 
 // 8 codes times their scale, as 4 pairs of f16 that are exact and 2^-7 times the value. The bits

@@ -84,6 +84,14 @@ __device__ __forceinline__ uint4 load_once(const void* from) {
     return v;
 }
 
+// A load that stays where it is written, between the instructions that hide how long it takes.
+__device__ __forceinline__ uint4 load_in_order(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
 // Loads and stores that other devices see; each 32-bit word arrives as a whole, in any order.
 __device__ __forceinline__ uint4 load_system(const void* from) {
     uint4 v;

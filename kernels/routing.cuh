@@ -33,3 +33,35 @@ struct __align__(16) Routing {
     Use uses[MAX_ROWS][MAX_USED];
     unsigned used[MAX_EXPERTS / WARP];
 };
+
+// Every `step`-th expert of the list, from the `first` on: what one warp goes through. A lane holds one
+// of 32, so that going on costs no load. They are read past the L1 cache, which may still have the
+// last layer's.
+struct Walk {
+    const int* list;
+    int first, step;
+    int held;
+
+    __device__ __forceinline__ Walk(const Routing* routing, int first, int step)
+        : list(routing->list), first(first), step(step) {
+        hold(0);
+    }
+
+    // The expert at the walk's place `at`; places are asked for in order. Behind the list's end it may
+    // be any number.
+    __device__ __forceinline__ int expert(int at) {
+        if (at % WARP == 0 && at > 0) hold(at);
+        return __shfl_sync(~0u, held, at % WARP);
+    }
+
+    // Places of a list that is `count` long.
+    __device__ __forceinline__ int places(int count) const {
+        return count > first ? (count - first + step - 1) / step : 0;
+    }
+
+   private:
+    __device__ __forceinline__ void hold(int at) {
+        const int place = first + (at + static_cast<int>(threadIdx.x % WARP)) * step;
+        held = __ldcg(&list[min(place, MAX_EXPERTS - 1)]);
+    }
+};

@@ -25,8 +25,7 @@ struct Vectors {
     __device__ __forceinline__ void load(int block) {
 #pragma unroll
         for (int n = 0; n < NB; n++) {
-            part[n][block] =
-                *reinterpret_cast<const uint4*>(next[n] + block * BLOCK + threadIdx.x % 4 * 8);
+            part[n][block] = load_in_order(next[n] + block * BLOCK + threadIdx.x % 4 * 8);
         }
     }
 };
@@ -57,11 +56,12 @@ struct Ring {
     // Units that are still to be copied.
     int left;
 
-    // Fills the ring with the first of `count` units; slots beyond them count as copied.
-    __device__ __forceinline__ Ring(uint8_t* shared, const Source& source, int count)
+    // Fills the ring, which begins at `slots`, with the first of `count` units; slots beyond them
+    // count as copied.
+    __device__ __forceinline__ Ring(uint8_t* slots, const Source& source, int count)
         : source(source), left(count) {
         const int lane = threadIdx.x % WARP;
-        begin = shared_address(shared + threadIdx.x / WARP * DEPTH * SLOT) + lane * 16;
+        begin = shared_address(slots) + lane * 16;
         end = begin + DEPTH * SLOT;
         to_scales = SLOT_CODES - lane * 8;
         oldest = begin;
@@ -176,10 +176,10 @@ struct Ring {
 #pragma unroll
                 for (int b = 0; b < 4; b++) {
                     const uint4 c = b < 2 ? first : second;
-                    const uint32_t pair = (b < 2 ? packed.x : packed.y) >> (b % 2 * 16);
-                    uint32_t upper[4], lower[4];
-                    decode_nvfp4(b % 2 == 0 ? c.x : c.z, nvfp4_scale(pair & 0xFF), upper);
-                    decode_nvfp4(b % 2 == 0 ? c.y : c.w, nvfp4_scale(pair >> 8 & 0xFF), lower);
+                    uint32_t of_upper, of_lower, upper[4], lower[4];
+                    nvfp4_scales(b < 2 ? packed.x : packed.y, b % 2, of_upper, of_lower);
+                    decode_nvfp4(b % 2 == 0 ? c.x : c.z, of_upper, upper);
+                    decode_nvfp4(b % 2 == 0 ? c.y : c.w, of_lower, lower);
                     const uint32_t a[8] = {upper[0], lower[0], upper[1], lower[1],
                                            upper[2], lower[2], upper[3], lower[3]};
                     block<NB>(a, x, more, b, even, odd);
@@ -248,7 +248,7 @@ __device__ __forceinline__ void linear_in_format(
         w.codes + before * SLOTS<format> * SLOT_CODES, w.scales + before * SCALES<format>,
         share.step
     };
-    Ring<format, RING, Strided<format>> ring(shared, source, share.count);
+    Ring<format, RING, Strided<format>> ring(shared + warp * RING * SLOT, source, share.count);
     __shared__ float row_scales[TILES * TILE];
     if (format == FP8_ROWS && threadIdx.x < TILES * TILE) {
         const int row = first_tile * TILE + threadIdx.x;

@@ -17,14 +17,13 @@ const RING: u32 = 6;
 const SLOT: u32 = 1024 + 256;
 /// Dynamic shared memory of such a block (tile.cuh, `LINEAR_SHARED`).
 pub const LINEAR_SHARED: u32 = LINEAR_WARPS as u32 * RING * SLOT;
-/// The same where an H200's multiprocessor, with its 228 KiB, should not take more than two blocks.
-pub const SPREAD_SHARED: u32 = 80 << 10;
+/// The same of expert_gate_up.cu: more than its rings, so that no multiprocessor takes three blocks
+/// (of an H200's 228 KiB), where two each are all there are.
+pub const GATE_UP_SHARED: u32 = 80 << 10;
 /// Threads of a block of expert_down.cu.
-pub const DOWN_THREADS: u32 = 10 * 32;
-/// Tiles of a block of it.
-pub const DOWN_TILES: usize = 1;
-/// Bytes of its warps' rings: 10 of 4 slots.
-pub const DOWN_RINGS: u32 = 10 * 4 * SLOT;
+pub const DOWN_THREADS: u32 = 9 * 32;
+/// Bytes of its warps' rings: 8 of 4 slots, one of 8.
+pub const DOWN_RINGS: u32 = (8 * 4 + 8) * SLOT;
 
 /// The kernel of `stem`'s fatbin.
 ///
@@ -144,7 +143,7 @@ impl KernelSet {
             project_output: linear(&module("project_output")?, "project_output", LINEAR_SHARED)?,
             choose_experts: module("choose_experts")?.kernel("choose_experts")?,
             route: linear(&module("route")?, "route", LINEAR_SHARED)?,
-            expert_gate_up: linear(&module("expert_gate_up")?, "expert_gate_up", SPREAD_SHARED)?,
+            expert_gate_up: linear(&module("expert_gate_up")?, "expert_gate_up", GATE_UP_SHARED)?,
             expert_down: linear(&module("expert_down")?, "expert_down", down_shared(MAX_USED, 16))?,
             dense_gate_up: linear(&module("dense_gate_up")?, "dense_gate_up", LINEAR_SHARED)?,
             head: linear(&head, "head", LINEAR_SHARED)?,
@@ -153,9 +152,9 @@ impl KernelSet {
     }
 }
 
-/// Shared memory of `expert_down`: the rings, and the terms of `used` experts and of the shared
-/// one's two warps for a block's dimensions.
+/// Shared memory of `expert_down`: the rings, and the terms of `used` experts and of the shared one
+/// for a block's dimensions.
 pub fn down_shared(used: usize, rows: usize) -> u32 {
     let columns = if rows > 8 { 16 } else { 8 };
-    DOWN_RINGS + ((used + 2) * columns * DOWN_TILES * 16 * size_of::<f32>()) as u32
+    DOWN_RINGS + ((used + 1) * columns * 16 * size_of::<f32>()) as u32
 }

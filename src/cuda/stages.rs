@@ -2,8 +2,7 @@
 //! `model::forward`, usually while a graph is being captured.
 
 use super::kernel_set::{
-    DOWN_THREADS, DOWN_TILES, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, SPREAD_SHARED,
-    down_shared,
+    DOWN_THREADS, GATE_UP_SHARED, LINEAR_SHARED, LINEAR_THREADS, LINEAR_WARPS, down_shared,
 };
 use super::layout::{
     Ahead, AttendLayout, DeviceMatrix, LatentLayout, QueryLayout, RouteLayout, Segments,
@@ -436,17 +435,16 @@ impl Stages for Recorder<'_> {
         let layers = &rank.weights.layers[..config.num_hidden_layers];
         let next = layers.get(layer + 1).map(|next| &next.q_a_proj);
         let used = (self.rows * config.num_experts_per_tok).min(moe.experts);
-        let items = used * moe.gate_up.first.tiles();
-        let places = rank.device.multiprocessors() as usize;
-        // Blocks start while others end, where those leave room: two blocks' work would take as long as
-        // the three do that some multiprocessors get.
-        let shared = if items <= 2 * places { SPREAD_SHARED } else { LINEAR_SHARED };
-        let at_once = kernel.occupancy(LINEAR_THREADS, shared)?.max(1) as usize * places;
+        let tiles = moe.gate_up.first.tiles();
+        // Each multiprocessor has as many blocks, which go through as many experts.
+        let at_once = kernel.occupancy(LINEAR_THREADS, GATE_UP_SHARED)?.max(1)
+            * rank.device.multiprocessors();
+        let sharing = (at_once as usize / tiles).clamp(1, used);
         self.launch(
             kernel,
-            [items.min(at_once), 1, 1],
+            [tiles, sharing, 1],
             LINEAR_THREADS,
-            shared,
+            GATE_UP_SHARED,
             &[
                 Arg::of(&moe.gate_up),
                 buffers.routing.into(),
@@ -465,7 +463,7 @@ impl Stages for Recorder<'_> {
         let moe = self.moe(layer);
         self.launch(
             rank.kernels.expert_down.of(self.rows),
-            [moe.down.first.tiles().div_ceil(DOWN_TILES), 1, 1],
+            [moe.down.first.tiles(), 1, 1],
             DOWN_THREADS,
             down_shared(config.num_experts_per_tok, self.rows),
             &[

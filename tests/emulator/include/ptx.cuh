@@ -49,6 +49,8 @@ inline void wait_for_copies() { emulator::wait_for_copies(pending); }
 
 inline void prefetch_to_l2(const void*, unsigned) {}
 
+inline uint4 load_in_order(const void* from) { return *static_cast<const uint4*>(from); }
+
 inline uint4 load_once(const void* from) { return *static_cast<const uint4*>(from); }
 
 inline uint4 load_system(const void* from) {
