@@ -88,7 +88,7 @@ __device__ __forceinline__ void run_experts(
          i += EXPERT_WARPS * WARP) {
         reinterpret_cast<uint4*>(&routing)[i] = __ldcg(reinterpret_cast<const uint4*>(all) + i);
     }
-    // Without the warps of the shared expert, which are at their own work.
+    // Without the shared expert's warp, which is at its own work.
     second_barrier<EXPERT_WARPS * WARP>();
     wait_for_producer();
     // Of the unit whose vectors are loaded next, and of the one that is multiplied.

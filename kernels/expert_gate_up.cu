@@ -10,7 +10,7 @@ struct Experts {
     const float* up_globals;
 
     // A tile's first unit, counted over all experts.
-    __device__ unsigned unit(int expert, int tile) const {
+    __device__ unsigned unit(unsigned expert, int tile) const {
         return (expert * first.tiles() + tile) * first.units();
     }
 };
@@ -75,7 +75,7 @@ __device__ __forceinline__ void run_experts(
     // Two results take turns, so that one barrier an expert is enough.
     for (int at = 0; at < places; at++) {
         float* results = both[at % 2].values;
-        const int expert = walk.expert(at);
+        const unsigned expert = walk.expert(at);
         // Whether the row uses the expert, and the scales.
         const int place = is_there ? routing->place[row][expert] : -1;
         const float gate_scale = experts.gate_globals[expert] * DECODED_SCALE<format>;
@@ -139,6 +139,7 @@ __device__ __forceinline__ void gate_up(
     }
 }
 
+// Registers as if for three blocks: two, and one of `expert_down`, which begins early.
 extern "C" __global__ void __launch_bounds__(LINEAR_THREADS, 3) expert_gate_up_8(
     const __grid_constant__ Experts experts, const Routing* routing, const half* normed,
     half* activations, int used, int width, const __grid_constant__ Ahead ahead,

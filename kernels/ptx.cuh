@@ -5,13 +5,16 @@
 #include <cstdint>
 
 // Programmatic dependent launch. A kernel starts while the one before it still runs; until this
-// call it may read only what no kernel of the step writes: weights, and the step's rows.
+// call it may read only what no kernel of the step writes, weights and the step's rows, and what was
+// complete at the wait of an earlier kernel that releases its consumer behind its own wait: past the
+// L1 cache, which may hold older lines.
 __device__ __forceinline__ void wait_for_producer() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the next kernel start as soon as all blocks of this one have called it. Called first: the
-// next kernel then has its weights under way when this one ends.
+// Lets the next kernel start as soon as all blocks of this one have called it or ended. Called first,
+// where no later kernel counts on the wait: the next kernel then has its weights under way when this
+// one ends.
 __device__ __forceinline__ void release_consumer() {
     asm volatile("griddepcontrol.launch_dependents;");
 }

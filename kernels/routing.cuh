@@ -35,12 +35,12 @@ struct __align__(16) Routing {
 };
 
 // Every `step`-th expert of the list, from the `first` on: what one warp goes through. A lane holds one
-// of 32, so that going on costs no load. They are read past the L1 cache, which may still have the
-// last layer's.
+// of 32, so that going on costs no load. They are read past the L1 cache: `expert_down` begins before
+// it waits.
 struct Walk {
     const int* list;
     int first, step;
-    int held;
+    unsigned held;
 
     __device__ __forceinline__ Walk(const Routing* routing, int first, int step)
         : list(routing->list), first(first), step(step) {
@@ -49,7 +49,7 @@ struct Walk {
 
     // The expert at the walk's place `at`; places are asked for in order. Behind the list's end it may
     // be any number.
-    __device__ __forceinline__ int expert(int at) {
+    __device__ __forceinline__ unsigned expert(int at) {
         if (at % WARP == 0 && at > 0) hold(at);
         return __shfl_sync(~0u, held, at % WARP);
     }

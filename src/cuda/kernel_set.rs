@@ -17,9 +17,9 @@ const RING: u32 = 6;
 const SLOT: u32 = 1024 + 256;
 /// Dynamic shared memory of such a block (tile.cuh, `LINEAR_SHARED`).
 pub const LINEAR_SHARED: u32 = LINEAR_WARPS as u32 * RING * SLOT;
-/// The same of expert_gate_up.cu: more than its rings, so that no multiprocessor takes three blocks
-/// (of an H200's 228 KiB), where two each are all there are.
-pub const GATE_UP_SHARED: u32 = 80 << 10;
+/// The same of expert_gate_up.cu: more than its rings, so that no multiprocessor of an H200 (228 KiB)
+/// takes three blocks where two each are all there are, and there is room for one of expert_down.cu.
+pub const GATE_UP_SHARED: u32 = 68 << 10;
 /// Threads of a block of expert_down.cu.
 pub const DOWN_THREADS: u32 = 9 * 32;
 /// Bytes of its warps' rings: 8 of 4 slots, one of 8.
